@@ -1,0 +1,190 @@
+"""Power-function EMA of weights, and choosing its length after training.
+
+Paper: Karras et al., Analyzing and Improving the Training Dynamics of Diffusion Models, arXiv:2312.02696v2,
+section 3 and appendix C. Training tracks a few averages of one shape and saves snapshots of them; a weighted sum
+of the snapshots gives, afterwards, the average of any other length.
+
+| symbol          | name         |                                                                             |
+| --------------- | ------------ | --------------------------------------------------------------------------- |
+| t, tau          | `t`, `tau`   | training time, here counted in images                                       |
+| gamma           | `gamma`      | exponent of the profile p(tau) = (gamma + 1) tau^gamma / t^(gamma+1)        |
+| sigma_rel       | `sigma_rel`  | the profile's standard deviation relative to t: the length of the average   |
+| beta_gamma(t)   | `beta`       | what remains of the average at an update                                    |
+| A, b, x         | `A`, `b`, `x`| Algorithm 3: inner products among snapshots, with the target, coefficients  |
+
+Reading order: profiles, Algorithm 3, the trackers. This file needs numpy and torch alone: copy it.
+
+Deviations: an update may follow any number of images after the last one, with beta over that interval, which
+tracks Eq. 127 exactly when called every step; buffers are copied, never averaged.
+
+    ema = PowerFunctionEMA(net)        # after every optimizer step: ema.update(t)
+    ema.weights(0.05)                  # the average of length 0.05, a state dict
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor, nn
+
+SIGMA_REL_MAX = 12**-0.5  # gamma = 0, the average over all of training
+
+# Profiles ---------------------------------------------------------------------------------------------------
+
+
+# The relative standard deviation of a power-function profile, Eq. 126.
+def gamma_to_sigma_rel(gamma: ArrayLike) -> NDArray[np.float64]:
+    """sigma_rel of exponents gamma >= 0, same shape."""
+    gamma = np.asarray(gamma, np.float64)
+    return (gamma + 1) ** 0.5 / ((gamma + 2) * (gamma + 3) ** 0.5)
+
+
+# Its inverse, Algorithm 2: the largest root of (gamma+2)^2 (gamma+3) = sigma_rel^-2 (gamma+1).
+def sigma_rel_to_gamma(sigma_rel: ArrayLike) -> NDArray[np.float64]:
+    """gamma of relative standard deviations, same shape. ValueError outside 0 < sigma_rel < 0.288675."""
+    sigma_rel = np.asarray(sigma_rel, np.float64)
+    if not np.all((sigma_rel > 0) & (sigma_rel < SIGMA_REL_MAX)):
+        raise ValueError(f"sigma_rel is {sigma_rel}: it must be in (0, {SIGMA_REL_MAX:.6f})")
+    roots = [np.roots([1, 7, 16 - q, 12 - q]).real.max() for q in sigma_rel.ravel() ** -2.0]
+    return np.array(roots).reshape(sigma_rel.shape)
+
+
+# The profile itself, Eq. 121: the weight of training time tau in the average at time t.
+def power_function_profile(tau: ArrayLike, t: ArrayLike, sigma_rel: ArrayLike) -> NDArray[np.float64]:
+    """p_(t, gamma)(tau) as a density over tau in [0, t], zero outside; arguments broadcast."""
+    tau, t, gamma = np.asarray(tau, np.float64), np.asarray(t, np.float64), sigma_rel_to_gamma(sigma_rel)
+    inside = (tau >= 0) & (tau <= t)
+    return np.where(inside, (gamma + 1) / t * np.clip(tau / t, 0, 1) ** gamma, 0.0)
+
+
+# What updates after each of t / delta equal intervals give each weight: the response of Eq. 127, Eq. 108's sum.
+def power_function_response(num_updates: int, sigma_rel: float) -> NDArray[np.float64]:
+    """(num_updates,) coefficients of the weights after updates 1 .. n in the average after update n; sums to 1.
+
+    A product of betas telescopes: the k-th coefficient is (k/n)^(gamma+1) - ((k-1)/n)^(gamma+1).
+    """
+    edges = np.linspace(0, 1, num_updates + 1)
+    return np.diff(edges ** (sigma_rel_to_gamma(sigma_rel) + 1))
+
+
+# Inner products of profiles, Eq. 151.
+def power_function_inner(
+    t_a: ArrayLike, sigma_rel_a: ArrayLike, t_b: ArrayLike, sigma_rel_b: ArrayLike
+) -> NDArray[np.float64]:
+    """Integral of p_a p_b over tau, in units of 1 / t; arguments broadcast."""
+    t_a, t_b = np.asarray(t_a, np.float64), np.asarray(t_b, np.float64)
+    gamma_a, gamma_b = sigma_rel_to_gamma(sigma_rel_a), sigma_rel_to_gamma(sigma_rel_b)
+    first, last = np.minimum(t_a, t_b), np.maximum(t_a, t_b)
+    gamma_last = np.where(t_a < t_b, gamma_b, gamma_a)  # the later profile's exponent; either, when t_a = t_b
+    return (gamma_a + 1) * (gamma_b + 1) / (gamma_a + gamma_b + 1) * (first / last) ** gamma_last / last
+
+
+# Post-hoc reconstruction, Algorithm 3 --------------------------------------------------------------------------
+
+
+def solve_posthoc_coefficients(
+    t: ArrayLike, sigma_rel: ArrayLike, t_out: ArrayLike, sigma_rel_out: ArrayLike
+) -> NDArray[np.float64]:
+    """Coefficients (N, M) of N snapshots (t, sigma_rel) in M reconstructed averages (t_out, sigma_rel_out).
+
+    The least-squares fit of each target's profile, scaled to sum to 1. Times may be in any unit. Snapshots later
+    than a target get no weight. ValueError where a target's time is not one of the snapshots' (nothing says what
+    the weights were between them), or where two snapshots are the same.
+    """
+    t, sigma_rel = (a.ravel() for a in np.broadcast_arrays(np.asarray(t, np.float64), sigma_rel))
+    t_out, sigma_rel_out = (a.ravel() for a in np.broadcast_arrays(np.asarray(t_out, np.float64), sigma_rel_out))
+    if len(set(zip(t, sigma_rel, strict=True))) < len(t):
+        raise ValueError("two snapshots have the same time and sigma_rel")
+    order = np.lexsort((sigma_rel, t))
+    x = np.zeros((len(t), len(t_out)))
+    for m, (t_m, sigma_rel_m) in enumerate(zip(t_out, sigma_rel_out, strict=True)):
+        if t_m not in t:
+            raise ValueError(f"no snapshot was taken at the target time {t_m:.0f}")
+        use = order[t[order] <= t_m]
+        tau, rel = t[use] / t_m, sigma_rel[use]
+        A = power_function_inner(tau[:, None], rel[:, None], tau[None], rel[None])
+        b = power_function_inner(tau, rel, 1.0, sigma_rel_m)
+        solution = np.linalg.solve(A, b)
+        x[use, m] = solution / solution.sum()
+    return x
+
+
+# Trackers ---------------------------------------------------------------------------------------------------
+
+
+# The decay of a power-function average, Eq. 127.
+def power_function_beta(sigma_rel: ArrayLike, t_next: float, t_delta: float) -> NDArray[np.float64]:
+    """beta of an update at time t_next, t_delta after the last; the first, t_delta = t_next, has beta = 0."""
+    return (1 - t_delta / t_next) ** (sigma_rel_to_gamma(sigma_rel) + 1)
+
+
+class _EMA:
+    """Averages of a network's parameters, one for each of `lengths`, updated at times that only rise."""
+
+    def __init__(self, net: nn.Module, lengths: Sequence[float]):
+        while hasattr(net, "_orig_mod") or isinstance(net, nn.parallel.DistributedDataParallel):
+            net = getattr(net, "_orig_mod", None) or net.module  # the network inside torch.compile and DDP
+        self.net, self.lengths, self.t = net, tuple(lengths), 0
+        self.params = list(net.parameters())
+        low = {p.dtype for p in self.params} - {torch.float32, torch.float64}
+        if low:
+            raise ValueError(f"weights are {low.pop()}: averages need float32 master weights (autocast keeps them)")
+        self.averages = [[p.detach().clone() for p in self.params] for _ in self.lengths]
+
+    def betas(self, t: float, t_delta: float) -> list[float]:
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def update(self, t: float) -> None:
+        """Take in the network's weights at time t, later than at the last update. ValueError otherwise."""
+        if t <= self.t:
+            raise ValueError(f"EMA update at time {t}, but the last was at {self.t}")
+        for average, beta in zip(self.averages, self.betas(t, t - self.t), strict=True):
+            torch._foreach_lerp_(average, self.params, 1 - beta)
+        self.t = t
+
+    def weights(self, length: float) -> dict[str, Tensor]:
+        """State dict of the average of this length; buffers are the network's own. Shares memory."""
+        names = [name for name, _ in self.net.named_parameters()]
+        return self.net.state_dict() | dict(zip(names, self.averages[self.lengths.index(length)], strict=True))
+
+    def state_dict(self) -> dict:
+        return {"t": self.t, "lengths": list(self.lengths), "averages": self.averages}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict) -> None:
+        """Restore bit for bit. ValueError where the state is of other lengths."""
+        if tuple(state["lengths"]) != self.lengths:
+            raise ValueError(f"the saved averages have lengths {state['lengths']}, not {list(self.lengths)}")
+        for average, saved in zip(self.averages, state["averages"], strict=True):
+            torch._foreach_copy_(average, saved)
+        self.t = state["t"]
+
+
+class PowerFunctionEMA(_EMA):
+    """One average for each sigma_rel; the weight of the past follows tau^gamma (section 3.1)."""
+
+    def __init__(self, net: nn.Module, sigma_rels: Sequence[float] = (0.05, 0.10)):
+        sigma_rel_to_gamma(sigma_rels)  # refuses what has no profile
+        super().__init__(net, sigma_rels)
+
+    def betas(self, t: float, t_delta: float) -> list[float]:
+        return power_function_beta(self.lengths, t, t_delta).tolist()
+
+
+class TraditionalEMA(_EMA):
+    """Exponential average of a half-life, ramped up so that early weights fade (as EDM's training did).
+
+    Args:
+        halflife: in the unit of time, as all times here.
+        rampup_ratio: the half-life is at most this fraction of the time so far; None: no ramp-up.
+    """
+
+    def __init__(self, net: nn.Module, halflife: float, rampup_ratio: float | None = 0.09):
+        super().__init__(net, [halflife])
+        self.rampup_ratio = rampup_ratio
+
+    def betas(self, t: float, t_delta: float) -> list[float]:
+        limit = float("inf") if self.rampup_ratio is None else t * self.rampup_ratio
+        return [0.5 ** (t_delta / min(halflife, limit)) for halflife in self.lengths]

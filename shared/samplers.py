@@ -1,0 +1,145 @@
+"""From noise to images: samplers of the probability-flow ODE, and guidance.
+
+Papers: EDM, arXiv:2206.00364v2 (Euler, Heun, churn); DPM-Solver++, arXiv:2211.01095v2 (multistep, second
+order); classifier-free guidance, arXiv:2207.12598v1; autoguidance, arXiv:2406.02507v3.
+
+A sampler takes a denoiser D(x; sigma, labels), standard-normal noise (B, C, H, W) and walks sigma down to 0. It
+uses arithmetic only, so torch, tinygrad and numpy arrays all pass through, in their own precision; the steps of
+sigma are float64 numbers whatever the images are.
+"""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+from shared.diffusion import SIGMA_MAX, SIGMA_MIN, Array, Denoiser
+
+
+def sigma_steps(
+    num_steps: int, sigma_min: float = SIGMA_MIN, sigma_max: float = SIGMA_MAX, rho: float = 7
+) -> list[float]:
+    """sigma_0 = sigma_max > ... > sigma_{N-1} = sigma_min, then 0: N + 1 numbers. EDM Eq. 5.
+
+    Raises ValueError unless num_steps >= 1 and 0 < sigma_min < sigma_max (a single step starts at sigma_max).
+    """
+    if num_steps < 1:
+        raise ValueError(f"the number of sampling steps is {num_steps}: it must be at least 1")
+    if not 0 < sigma_min < sigma_max < math.inf:
+        raise ValueError(f"sigma_min {sigma_min} and sigma_max {sigma_max} must satisfy 0 < min < max")
+    ramp = np.arange(num_steps, dtype=np.float64) / max(num_steps - 1, 1)
+    sigma = (sigma_max ** (1 / rho) + ramp * (sigma_min ** (1 / rho) - sigma_max ** (1 / rho))) ** rho
+    return [*sigma.tolist(), 0.0]
+
+
+def at_sigma(D: Denoiser, x: Array, sigma: float, labels: Array | None) -> Array:
+    """D at one noise level for the whole batch; the level becomes (B,) in x's own framework and precision."""
+    return D(x, x[:, 0, 0, 0] * 0 + float(sigma), labels)
+
+
+# EDM Algorithm 2: Heun's method with stochastic churn; S_churn = 0 leaves Algorithm 1, the deterministic one.
+def heun(
+    D: Denoiser,
+    noise: Array,
+    labels: Array | None = None,
+    num_steps: int = 32,
+    sigma_min: float = SIGMA_MIN,
+    sigma_max: float = SIGMA_MAX,
+    rho: float = 7,
+    S_churn: float = 0,
+    S_min: float = 0,
+    S_max: float = math.inf,
+    S_noise: float = 1,
+    churn_noise: Callable[[int], Array] | None = None,
+) -> Array:
+    """Images (B, C, H, W) after 2 * num_steps - 1 calls of D.
+
+    S_churn > 0 adds fresh noise before each step within [S_min, S_max]; `churn_noise(k)` gives the
+    standard-normal noise of the k-th step that does, k = 0, 1, ...
+    """
+    if S_churn > 0 and churn_noise is None:
+        raise ValueError("S_churn > 0 needs churn_noise, the noise to add")
+    sigma = sigma_steps(num_steps, sigma_min, sigma_max, rho)
+    x, churned = sigma_max * noise, 0
+    for cur, nxt in zip(sigma[:-1], sigma[1:], strict=True):
+        hat = cur
+        if S_churn > 0 and S_min <= cur <= S_max:
+            hat = cur + cur * min(S_churn / num_steps, math.sqrt(2) - 1)
+            x = x + math.sqrt(hat**2 - cur**2) * S_noise * churn_noise(churned)
+            churned += 1
+        d_cur = (x - at_sigma(D, x, hat, labels)) / hat
+        x_next = x + (nxt - hat) * d_cur
+        if nxt > 0:  # the second order: the slope at the end of the step, averaged in
+            d_next = (x_next - at_sigma(D, x_next, nxt, labels)) / nxt
+            x_next = x + (nxt - hat) * (d_cur + d_next) / 2
+        x = x_next
+    return x
+
+
+# Euler's method: EDM Algorithm 1 without its correction.
+def euler(
+    D: Denoiser,
+    noise: Array,
+    labels: Array | None = None,
+    num_steps: int = 32,
+    sigma_min: float = SIGMA_MIN,
+    sigma_max: float = SIGMA_MAX,
+    rho: float = 7,
+) -> Array:
+    """Images (B, C, H, W) after num_steps calls of D."""
+    sigma = sigma_steps(num_steps, sigma_min, sigma_max, rho)
+    x = sigma_max * noise
+    for cur, nxt in zip(sigma[:-1], sigma[1:], strict=True):
+        x = x + (nxt - cur) * (x - at_sigma(D, x, cur, labels)) / cur
+    return x
+
+
+# DPM-Solver++(2M), Algorithm 2 of arXiv:2211.01095: the ODE is exact in x and a line through the last two D.
+def dpmpp_2m(
+    D: Denoiser,
+    noise: Array,
+    labels: Array | None = None,
+    num_steps: int = 32,
+    sigma_min: float = SIGMA_MIN,
+    sigma_max: float = SIGMA_MAX,
+    rho: float = 7,
+) -> Array:
+    """Images (B, C, H, W) after num_steps calls of D. With alpha = 1, lambda = -ln(sigma) and h is its step."""
+    sigma = sigma_steps(num_steps, sigma_min, sigma_max, rho)
+    x, D_last, h, h_last = sigma_max * noise, None, 0.0, 0.0
+    for cur, nxt in zip(sigma[:-1], sigma[1:], strict=True):
+        D_cur = at_sigma(D, x, cur, labels)
+        slope = 0.0
+        if nxt > 0:  # the last step is infinitely long in lambda and lands on D itself
+            h_last, h = h, math.log(cur / nxt)
+            slope = 0.0 if D_last is None else (D_cur - D_last) * (h / (2 * h_last))
+        x = (nxt / cur) * x + (1 - nxt / cur) * (D_cur + slope)
+        D_last = D_cur
+    return x
+
+
+SAMPLERS = {"heun": heun, "dpmpp": dpmpp_2m, "euler": euler}
+
+
+# Guidance ---------------------------------------------------------------------------------------------------
+
+
+def unlabelled(D: Denoiser) -> Denoiser:
+    """The same network without its label: the guide of classifier-free guidance."""
+    return lambda x, sigma, labels: D(x, sigma, None)
+
+
+def guided(D: Denoiser, guide: Denoiser, w: float) -> Denoiser:
+    """guide + w (D - guide), autoguidance Eq. 3; w = 1 is D itself and never calls the guide.
+
+    The guide is `unlabelled(D)` for classifier-free guidance, or a worse network of the same kind, which gets
+    the same labels, for autoguidance.
+    """
+    if w == 1:
+        return D
+
+    def D_w(x: Array, sigma: Array, labels: Array | None = None) -> Array:
+        D_guide = guide(x, sigma, labels)
+        return D_guide + w * (D(x, sigma, labels) - D_guide)
+
+    return D_w
