@@ -1,16 +1,16 @@
 """Power-function EMA of weights, and choosing its length after training.
 
 Paper: Karras et al., Analyzing and Improving the Training Dynamics of Diffusion Models, arXiv:2312.02696v2,
-section 3 and appendix C. Training tracks a few averages of one shape and saves snapshots of them; a weighted sum
-of the snapshots gives, afterwards, the average of any other length.
+section 3 and appendix C. Training tracks a few averages of one shape and saves snapshots of them; a weighted
+sum of the snapshots gives, afterwards, the average of any other length.
 
-| symbol          | name         |                                                                             |
-| --------------- | ------------ | --------------------------------------------------------------------------- |
-| t, tau          | `t`, `tau`   | training time, here counted in images                                       |
-| gamma           | `gamma`      | exponent of the profile p(tau) = (gamma + 1) tau^gamma / t^(gamma+1)        |
-| sigma_rel       | `sigma_rel`  | the profile's standard deviation relative to t: the length of the average   |
-| beta_gamma(t)   | `beta`       | what remains of the average at an update                                    |
-| A, b, x         | `A`, `b`, `x`| Algorithm 3: inner products among snapshots, with the target, coefficients  |
+| symbol        | name          |                                                                            |
+| ------------- | ------------- | -------------------------------------------------------------------------- |
+| t, tau        | `t`, `tau`    | training time, here counted in images                                      |
+| gamma         | `gamma`       | exponent of the profile p(tau) = (gamma + 1) tau^gamma / t^(gamma+1)       |
+| sigma_rel     | `sigma_rel`   | the profile's standard deviation relative to t: the length of the average  |
+| beta_gamma(t) | `beta`        | what remains of the average at an update                                   |
+| A, b, x       | `A`, `b`, `x` | Algorithm 3: inner products among snapshots, with the target; coefficients |
 
 Reading order: profiles, Algorithm 3, the trackers. This file needs numpy and torch alone: copy it.
 
@@ -58,9 +58,9 @@ def power_function_profile(tau: ArrayLike, t: ArrayLike, sigma_rel: ArrayLike) -
     return np.where(inside, (gamma + 1) / t * np.clip(tau / t, 0, 1) ** gamma, 0.0)
 
 
-# What updates after each of t / delta equal intervals give each weight: the response of Eq. 127, Eq. 108's sum.
+# What n equally spaced updates of Eq. 127 make of each weight: the discrete profile, Eq. 108.
 def power_function_response(num_updates: int, sigma_rel: float) -> NDArray[np.float64]:
-    """(num_updates,) coefficients of the weights after updates 1 .. n in the average after update n; sums to 1.
+    """(n,) coefficients of the weights at updates 1 .. n in the average after update n; they sum to 1.
 
     A product of betas telescopes: the k-th coefficient is (k/n)^(gamma+1) - ((k-1)/n)^(gamma+1).
     """
@@ -80,7 +80,7 @@ def power_function_inner(
     return (gamma_a + 1) * (gamma_b + 1) / (gamma_a + gamma_b + 1) * (first / last) ** gamma_last / last
 
 
-# Post-hoc reconstruction, Algorithm 3 --------------------------------------------------------------------------
+# Post-hoc reconstruction, Algorithm 3 -----------------------------------------------------------------------
 
 
 def solve_posthoc_coefficients(
@@ -88,17 +88,18 @@ def solve_posthoc_coefficients(
 ) -> NDArray[np.float64]:
     """Coefficients (N, M) of N snapshots (t, sigma_rel) in M reconstructed averages (t_out, sigma_rel_out).
 
-    The least-squares fit of each target's profile, scaled to sum to 1. Times may be in any unit. Snapshots later
-    than a target get no weight. ValueError where a target's time is not one of the snapshots' (nothing says what
-    the weights were between them), or where two snapshots are the same.
+    The least-squares fit of each target's profile, scaled to sum to 1. Times may be in any unit. Snapshots
+    later than a target get no weight. ValueError where a target's time is not one of the snapshots' (nothing
+    says what the weights were between them), or where two snapshots are the same.
     """
     t, sigma_rel = (a.ravel() for a in np.broadcast_arrays(np.asarray(t, np.float64), sigma_rel))
-    t_out, sigma_rel_out = (a.ravel() for a in np.broadcast_arrays(np.asarray(t_out, np.float64), sigma_rel_out))
+    targets = np.broadcast_arrays(np.asarray(t_out, np.float64), sigma_rel_out)
+    targets = list(zip(*(a.ravel() for a in targets), strict=True))
     if len(set(zip(t, sigma_rel, strict=True))) < len(t):
         raise ValueError("two snapshots have the same time and sigma_rel")
     order = np.lexsort((sigma_rel, t))
-    x = np.zeros((len(t), len(t_out)))
-    for m, (t_m, sigma_rel_m) in enumerate(zip(t_out, sigma_rel_out, strict=True)):
+    x = np.zeros((len(t), len(targets)))
+    for m, (t_m, sigma_rel_m) in enumerate(targets):
         if t_m not in t:
             raise ValueError(f"no snapshot was taken at the target time {t_m:.0f}")
         use = order[t[order] <= t_m]
@@ -129,7 +130,7 @@ class _EMA:
         self.params = list(net.parameters())
         low = {p.dtype for p in self.params} - {torch.float32, torch.float64}
         if low:
-            raise ValueError(f"weights are {low.pop()}: averages need float32 master weights (autocast keeps them)")
+            raise ValueError(f"weights are {low.pop()}: averages need float32 master weights")
         self.averages = [[p.detach().clone() for p in self.params] for _ in self.lengths]
 
     def betas(self, t: float, t_delta: float) -> list[float]:
@@ -146,8 +147,8 @@ class _EMA:
 
     def weights(self, length: float) -> dict[str, Tensor]:
         """State dict of the average of this length; buffers are the network's own. Shares memory."""
-        names = [name for name, _ in self.net.named_parameters()]
-        return self.net.state_dict() | dict(zip(names, self.averages[self.lengths.index(length)], strict=True))
+        names, average = dict(self.net.named_parameters()), self.averages[self.lengths.index(length)]
+        return self.net.state_dict() | dict(zip(names, average, strict=True))
 
     def state_dict(self) -> dict:
         return {"t": self.t, "lengths": list(self.lengths), "averages": self.averages}

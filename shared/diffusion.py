@@ -5,8 +5,8 @@ arXiv:2011.13456v2 (the released noise-predicting networks).
 
 Everything that trains or samples speaks of a denoiser D(x; sigma, labels): x = y + sigma * n are noisy images
 (B, C, H, W), sigma (B,) is their noise level, labels (B,) are class indices or None. A network F becomes a
-denoiser by preconditioning. Everything here is arithmetic on arrays, so torch, tinygrad and numpy all take it,
-and all randomness is an argument, so two frameworks can be given the same.
+denoiser by preconditioning. Everything here is arithmetic on arrays, so torch, tinygrad and numpy all take
+it, and all randomness is an argument, so two frameworks can be given the same.
 
 | symbol             | name           |                                                      |
 | ------------------ | -------------- | ---------------------------------------------------- |
@@ -117,7 +117,12 @@ def squared_error(D: Denoiser, images: Array, sigma: Array, noise: Array, labels
 
 
 def edm_loss(
-    D: Denoiser, images: Array, sigma: Array, noise: Array, labels: Array | None = None, sigma_data: float = 0.5
+    D: Denoiser,
+    images: Array,
+    sigma: Array,
+    noise: Array,
+    labels: Array | None = None,
+    sigma_data: float = 0.5,
 ) -> Array:
     """EDM Eq. 2 with lambda(sigma) of table 1, the mean over pixels, one value an image: (B,)."""
     weight = (sigma * sigma + sigma_data**2) / (sigma * sigma_data) ** 2

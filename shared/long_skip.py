@@ -17,16 +17,17 @@ the innermost.
 
 Reading order: `LongSkipConfig`, `long_skip_coefficients` (the constants), `LongSkipScaling` (the module).
 
-Deviations: a calibration network never has an empty hidden layer; the released code builds one of width 0 when
-`reduction` exceeds the width.
+Deviations: a calibration network never has an empty hidden layer; the released code builds one of width 0
+when `reduction` exceeds the width.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-import torch
 from torch import Tensor, nn
+
+from shared.check import require
 
 Kind = Literal["none", "inv_sqrt2", "constant", "learnable", "learnable_shared"]
 
@@ -38,12 +39,10 @@ class LongSkipConfig:
     reduction: int = 16  # a calibration network's hidden layer is this many times narrower than its input
 
     def __post_init__(self) -> None:
-        if self.kind not in get_args(Kind):
-            raise ValueError(f"long-skip kind {self.kind!r} is unknown: one of {', '.join(get_args(Kind))}")
-        if not 0 < self.kappa <= 1:
-            raise ValueError(f"long-skip kappa is {self.kappa}: it must be in (0, 1]")
-        if self.reduction < 1:
-            raise ValueError(f"long-skip reduction is {self.reduction}: it must be at least 1")
+        kinds = get_args(Kind)
+        require(self.kind in kinds, f"long-skip kind {self.kind!r} is unknown: one of {', '.join(kinds)}")
+        require(0 < self.kappa <= 1, f"long-skip kappa is {self.kappa}: it must be in (0, 1]")
+        require(self.reduction >= 1, f"long-skip reduction is {self.reduction}: it must be at least 1")
 
     @property
     def learnable(self) -> bool:
@@ -56,8 +55,8 @@ def long_skip_coefficients(kind: Kind, kappa: float, num_skips: int) -> list[flo
     Raises ValueError for arguments that `LongSkipConfig` refuses, and for the learnable kinds: their
     coefficients depend on the features.
     """
-    if LongSkipConfig(kind, kappa).learnable:
-        raise ValueError(f"long-skip kind {kind!r} has no constant coefficients")
+    learnable = LongSkipConfig(kind, kappa).learnable
+    require(not learnable, f"long-skip kind {kind!r} has no constant coefficients")
     base = {"none": 1.0, "inv_sqrt2": 2**-0.5}
     return [base.get(kind, kappa ** (i - 1)) for i in range(1, num_skips + 1)]
 
@@ -121,11 +120,3 @@ class LongSkipScaling(nn.Module):
         """kappa_i * skip, of skip's shape; a coefficient of 1 multiplies nothing."""
         kappa = self.kappa(skip, i)
         return skip if isinstance(kappa, float) and kappa == 1 else kappa * skip
-
-
-if __name__ == "__main__":
-    for kind in get_args(Kind):
-        scaling = LongSkipScaling(LongSkipConfig(kind), widths=[64, 64, 128], pool_dims=(2, 3))
-        skips = [torch.ones(1, width, 4, 4) for width in scaling.widths]
-        means = [scaling(skip, i).mean().item() for i, skip in enumerate(skips, start=1)]
-        print(f"{kind:17} {sum(p.numel() for p in scaling.parameters()):6} parameters, scaled ones: {means}")

@@ -3,16 +3,19 @@
 Papers: EDM, arXiv:2206.00364v2 (Euler, Heun, churn); DPM-Solver++, arXiv:2211.01095v2 (multistep, second
 order); classifier-free guidance, arXiv:2207.12598v1; autoguidance, arXiv:2406.02507v3.
 
-A sampler takes a denoiser D(x; sigma, labels), standard-normal noise (B, C, H, W) and walks sigma down to 0. It
-uses arithmetic only, so torch, tinygrad and numpy arrays all pass through, in their own precision; the steps of
-sigma are float64 numbers whatever the images are.
+A sampler takes a denoiser D(x; sigma, labels), standard-normal noise (B, C, H, W) and walks sigma down to 0.
+It uses arithmetic only, so torch, tinygrad and numpy arrays all pass through, in their own precision; the
+steps of sigma are float64 numbers whatever the images are.
 """
 
 import math
 from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
 
 import numpy as np
 
+from shared.check import require
 from shared.diffusion import SIGMA_MAX, SIGMA_MIN, Array, Denoiser
 
 
@@ -23,10 +26,9 @@ def sigma_steps(
 
     Raises ValueError unless num_steps >= 1 and 0 < sigma_min < sigma_max (a single step starts at sigma_max).
     """
-    if num_steps < 1:
-        raise ValueError(f"the number of sampling steps is {num_steps}: it must be at least 1")
-    if not 0 < sigma_min < sigma_max < math.inf:
-        raise ValueError(f"sigma_min {sigma_min} and sigma_max {sigma_max} must satisfy 0 < min < max")
+    require(num_steps >= 1, f"the number of sampling steps is {num_steps}: it must be at least 1")
+    limits = f"sigma_min {sigma_min} and sigma_max {sigma_max} must satisfy 0 < min < max < infinity"
+    require(0 < sigma_min < sigma_max < math.inf, limits)
     ramp = np.arange(num_steps, dtype=np.float64) / max(num_steps - 1, 1)
     sigma = (sigma_max ** (1 / rho) + ramp * (sigma_min ** (1 / rho) - sigma_max ** (1 / rho))) ** rho
     return [*sigma.tolist(), 0.0]
@@ -51,17 +53,17 @@ def heun(
     S_max: float = math.inf,
     S_noise: float = 1,
     churn_noise: Callable[[int], Array] | None = None,
+    second_order: bool = True,
 ) -> Array:
-    """Images (B, C, H, W) after 2 * num_steps - 1 calls of D.
+    """Images (B, C, H, W) after 2 * num_steps - 1 calls of D; without `second_order`, Euler, num_steps.
 
     S_churn > 0 adds fresh noise before each step within [S_min, S_max]; `churn_noise(k)` gives the
     standard-normal noise of the k-th step that does, k = 0, 1, ...
     """
-    if S_churn > 0 and churn_noise is None:
-        raise ValueError("S_churn > 0 needs churn_noise, the noise to add")
+    require(S_churn == 0 or churn_noise is not None, "S_churn needs churn_noise, the noise to add")
     sigma = sigma_steps(num_steps, sigma_min, sigma_max, rho)
     x, churned = sigma_max * noise, 0
-    for cur, nxt in zip(sigma[:-1], sigma[1:], strict=True):
+    for cur, nxt in pairwise(sigma):
         hat = cur
         if S_churn > 0 and S_min <= cur <= S_max:
             hat = cur + cur * min(S_churn / num_steps, math.sqrt(2) - 1)
@@ -69,28 +71,10 @@ def heun(
             churned += 1
         d_cur = (x - at_sigma(D, x, hat, labels)) / hat
         x_next = x + (nxt - hat) * d_cur
-        if nxt > 0:  # the second order: the slope at the end of the step, averaged in
+        if second_order and nxt > 0:  # the slope at the end of the step, averaged in
             d_next = (x_next - at_sigma(D, x_next, nxt, labels)) / nxt
             x_next = x + (nxt - hat) * (d_cur + d_next) / 2
         x = x_next
-    return x
-
-
-# Euler's method: EDM Algorithm 1 without its correction.
-def euler(
-    D: Denoiser,
-    noise: Array,
-    labels: Array | None = None,
-    num_steps: int = 32,
-    sigma_min: float = SIGMA_MIN,
-    sigma_max: float = SIGMA_MAX,
-    rho: float = 7,
-) -> Array:
-    """Images (B, C, H, W) after num_steps calls of D."""
-    sigma = sigma_steps(num_steps, sigma_min, sigma_max, rho)
-    x = sigma_max * noise
-    for cur, nxt in zip(sigma[:-1], sigma[1:], strict=True):
-        x = x + (nxt - cur) * (x - at_sigma(D, x, cur, labels)) / cur
     return x
 
 
@@ -104,10 +88,10 @@ def dpmpp_2m(
     sigma_max: float = SIGMA_MAX,
     rho: float = 7,
 ) -> Array:
-    """Images (B, C, H, W) after num_steps calls of D. With alpha = 1, lambda = -ln(sigma) and h is its step."""
+    """Images (B, C, H, W) after num_steps calls of D. lambda = -ln(sigma) is the paper's time, h its step."""
     sigma = sigma_steps(num_steps, sigma_min, sigma_max, rho)
     x, D_last, h, h_last = sigma_max * noise, None, 0.0, 0.0
-    for cur, nxt in zip(sigma[:-1], sigma[1:], strict=True):
+    for cur, nxt in pairwise(sigma):
         D_cur = at_sigma(D, x, cur, labels)
         slope = 0.0
         if nxt > 0:  # the last step is infinitely long in lambda and lands on D itself
@@ -118,7 +102,7 @@ def dpmpp_2m(
     return x
 
 
-SAMPLERS = {"heun": heun, "dpmpp": dpmpp_2m, "euler": euler}
+SAMPLERS = {"heun": heun, "dpmpp": dpmpp_2m, "euler": partial(heun, second_order=False)}
 
 
 # Guidance ---------------------------------------------------------------------------------------------------
