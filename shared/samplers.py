@@ -9,11 +9,12 @@ steps of sigma are float64 numbers whatever the images are.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shared.check import require
 from shared.diffusion import SIGMA_MAX, SIGMA_MIN, Array, Denoiser
@@ -32,6 +33,12 @@ def sigma_steps(
     ramp = np.arange(num_steps, dtype=np.float64) / max(num_steps - 1, 1)
     sigma = (sigma_max ** (1 / rho) + ramp * (sigma_min ** (1 / rho) - sigma_max ** (1 / rho))) ** rho
     return [*sigma.tolist(), 0.0]
+
+
+def seed_noise(seeds: Sequence[int], shape: tuple[int, ...], stream: int = 0) -> NDArray[np.float32]:
+    """Standard-normal noise (len(seeds), *shape), image k's from seeds[k] alone; streams are independent."""
+    draws = [np.random.default_rng([seed, stream]).standard_normal(shape, np.float32) for seed in seeds]
+    return np.stack(draws)
 
 
 def at_sigma(D: Denoiser, x: Array, sigma: float, labels: Array | None) -> Array:
