@@ -46,8 +46,8 @@ def sigma_rel_to_gamma(sigma_rel: ArrayLike) -> NDArray[np.float64]:
     sigma_rel = np.asarray(sigma_rel, np.float64)
     if not np.all((sigma_rel > 0) & (sigma_rel < SIGMA_REL_MAX)):  # NaN too
         raise ValueError(f"sigma_rel is {sigma_rel}: it must be in (0, {SIGMA_REL_MAX:.6f})")
-    roots = [np.roots([1, 7, 16 - q, 12 - q]).real.max() for q in sigma_rel.ravel() ** -2.0]
-    return np.array(roots).reshape(sigma_rel.shape)
+    p, q = -1 / 3 - sigma_rel**-2.0, 2 / 27 + 4 / 3 * sigma_rel**-2.0  # y^3 + p y + q = 0, y = gamma + 7/3
+    return 2 * (-p / 3) ** 0.5 * np.cos(np.arccos(1.5 * q / p * (-3 / p) ** 0.5) / 3) - 7 / 3  # Viete's root
 
 
 # The profile itself, Eq. 121: the weight of training time tau in the average at time t.
