@@ -183,19 +183,21 @@ def test_each_file_is_read_once(tmp_path, monkeypatch):
 
 
 MEASURE = """
-import resource, sys
-import torch
+import re, sys
+from pathlib import Path
 from posthoc_ema.plan import make_plan
 from posthoc_ema.reconstruct import weighted_sums
-plan = make_plan(__import__("pathlib").Path(sys.argv[1]), [0.07, 0.15])
-torch.zeros(2, 2).addmm_(torch.ones(2, 2), torch.ones(2, 2))  # the linear algebra's own buffers
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+def resident(key):
+    return int(re.search(key + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+plan = make_plan(Path(sys.argv[1]), [0.07, 0.15])
+before = resident("VmRSS")
 sums = weighted_sums(plan.snapshots, plan.x)
-print(len(plan.snapshots), (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+print(len(plan.snapshots), resident("VmHWM") - before)
 """
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_is_that_of_the_outputs(tmp_path):
     """32 snapshots of 8 MiB, two outputs: only the files of one time, two, are mapped at once."""
     for nimg in range(1, 17):
@@ -208,7 +210,7 @@ def test_memory_is_that_of_the_outputs(tmp_path):
         capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1],
     )  # fmt: skip
     count, peak = map(int, result.stdout.split())
-    assert count == 32 and peak < (2 + 2 + 2) * 2**23  # outputs, files of one time, and as much to spare
+    assert count == 32 and 2 * 2**23 < peak < (2 + 2 + 2) * 2**23  # outputs, two files, as much to spare
 
 
 # The command ------------------------------------------------------------------------------------------------
