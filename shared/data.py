@@ -4,8 +4,8 @@
 files, packed or not; their test set validates. An .npz: `images` or `arr_0`, uint8 (N, H, W[, C]) or latents
 (N, C, H, W), and perhaps `labels` or `arr_1`. A folder or zip, as EDM2's (arXiv:2312.02696v2): images and
 .npy (C, H, W), sorted by name, and perhaps `dataset.json`, {"labels": [["00000/img00000000.png", 3], ...]}.
-Floats are latents, whatever their channels mean (EDM2's: mean and deviation of a posterior), standardized
-over the training items, which are all read at first unless both statistics are given.
+Floats are latents, whatever their channels mean (EDM2's: mean and deviation of a posterior), brought to mean
+0 and deviation 0.5 over the training items, which are all read at first unless both statistics are given.
 """
 
 import gzip
@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from shared.check import require
+from shared.diffusion import SIGMA_DATA
 
 FASHION_URL = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
 FASHION_MD5 = {"train-images-idx3-ubyte": "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
@@ -100,12 +101,12 @@ class Dataset:
             return item
 
     def images(self, indices: NDArray) -> NDArray[np.float32]:
-        """(B,) -> (B, C, H, W), images in [-1, 1], latents standardized."""
+        """(B,) -> (B, C, H, W): images in [-1, 1], latents of mean 0 and deviation SIGMA_DATA."""
         items = np.array([self.item(i) for i in self.index[indices]], np.float32).reshape(-1, *self.shape)
         if self.latent_mean is None:
             return items / 127.5 - 1
         mean, std = np.array([self.latent_mean, self.latent_std], np.float32)[..., None, None]
-        return (items - mean) / std
+        return (items - mean) / std * SIGMA_DATA
 
 
 def _fetch(path: Path, url: str, md5: str) -> bytes:

@@ -381,7 +381,7 @@ def test_latents_are_standardized_over_the_training_items(tmp_path, kind):
         assert isinstance(dataset.latent_mean, list) and isinstance(dataset.latent_std[0], float)
         np.testing.assert_allclose(dataset.latent_mean, mean, rtol=1e-12)
         np.testing.assert_allclose(dataset.latent_std, std, rtol=1e-12)
-        expected = (chosen - mean[:, None, None]) / std[:, None, None]
+        expected = (chosen - mean[:, None, None]) / std[:, None, None] * 0.5  # EDM's sigma_data
         np.testing.assert_allclose(everything(dataset), expected, rtol=0, atol=1e-5)
         assert everything(dataset).dtype == np.float32 and dataset.shape == (2, 3, 4)
 
@@ -393,7 +393,7 @@ def test_given_statistics(tmp_path):
     config = DataConfig(source, latent_mean=(1.0, -1.0), latent_std=(2.0, 0.5))
     train, _ = load_data(config)
     assert (train.latent_mean, train.latent_std) == ([1.0, -1.0], [2.0, 0.5])
-    assert everything(train)[:, :, 0, 0].tolist() == [[0.0, 8.0], [-3.0, 16.0]]
+    assert everything(train)[:, :, 0, 0].tolist() == [[0.0, 4.0], [-1.5, 8.0]]
     train, _ = load_data(DataConfig(source, latent_mean=(1.0, -1.0)))
     assert (train.latent_mean, train.latent_std) == ([1.0, -1.0], [3.0, 2.0])
     (tmp_path / "f" / "001.npy").write_bytes(b"")
