@@ -99,7 +99,7 @@ PRESETS: dict[str, TrainConfig] = {
     "h2_imagenet256": released("h2_imagenet256", LATENT256, 500_000, label_dropout=0.1),
     "l4_imagenet512": released("l4_imagenet512", LATENT512, 500_000, label_dropout=0.15),
     "h4_imagenet512": released("h4_imagenet512", LATENT512, 500_000, label_dropout=0.1),
-}  # fmt: skip
+}
 
 
 def learning_rate(config: TrainConfig, nimg: int) -> float:
@@ -139,7 +139,7 @@ def train(config: TrainConfig) -> None:
         header = {
             "network": "minimal_uvit", "config": recipe["net"], "objective": config.objective,
             "latent_mean": train_set.latent_mean, "latent_std": train_set.latent_std,
-        }  # fmt: skip
+        }
         autocast = torch.autocast(run.device.type, torch.bfloat16, enabled=config.precision == "bfloat16")
 
         for images, labels in run.batches(train_set, config.batch_size, config.seed, config.data.flip):

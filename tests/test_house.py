@@ -77,7 +77,7 @@ def test_every_option_has_a_sentence(command, monkeypatch):
     ("minimal_uvit/sample.py", "--official {tmp}/x.pth", "x.pth"),
     ("minimal_uvit/sample.py", "--steps 1.5", "--steps"),
     ("minimal_uvit/sample.py", "--churn 1 --sampler dpmpp", "takes no churn"),
-])  # fmt: skip
+])
 def test_bad_input_is_one_line(command, arguments, sentence, monkeypatch, tmp_path):
     main, options = COMMANDS[command]
     code, _, stderr = run_cli(monkeypatch, command, main, options, *arguments.format(tmp=tmp_path).split())
@@ -99,6 +99,6 @@ def test_a_wrong_option_of_the_real_command():
     result = subprocess.run(
         [sys.executable, "minimal_uvit/train.py", "--lr", "nan"],
         cwd=ROOT, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT), "PATH": ""}, check=False,
-    )  # fmt: skip
+    )
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr == "train.py: lr is nan: it must be positive and finite\n"
