@@ -81,7 +81,7 @@ def test_crop_of_blocks():
 def test_crop_is_bicubic():
     """A step 0, 0, 255, 255 enlarged to 8: Keys' kernel, a = -1/2, at 1/4 and 3/4 between pixels."""
     image = np.array([0, 0, 255, 255], np.uint8)[None].repeat(4, 0)[..., None]
-    kernel = lambda x: 1.5 * x**3 - 2.5 * x**2 + 1 if x < 1 else -0.5 * x**3 + 2.5 * x**2 - 4 * x + 2  # noqa: E731
+    kernel = lambda x: 1.5 * x**3 - 2.5 * x**2 + 1 if x < 1 else -0.5 * x**3 + 2.5 * x**2 - 4 * x + 2
     before = 255 * (kernel(0.75) + kernel(1.75))  # pixel 3 lies 0.75 and 1.75 from the two white ones
     row = center_crop_and_resize(image, 8)[0, :, 0].tolist()
     assert row[3] == round(before) and row[4] == 255 - round(before) and row == [255 - v for v in row[::-1]]
