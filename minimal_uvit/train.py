@@ -24,14 +24,14 @@ import tyro
 
 from minimal_uvit.model import PRESETS as NETWORKS
 from minimal_uvit.model import UViT, UViTConfig
-from posthoc_ema.ema import PowerFunctionEMA
+from posthoc_ema.ema import PowerFunctionEMA, sigma_rel_to_gamma
 from posthoc_ema.snapshots import save_snapshots
 from shared.check import require
 from shared.data import DataConfig, Dataset, load_data
 from shared.diffusion import EDMPrecond, VPPrecond, edm_loss, log_normal_sigma, vp_loss, vp_uniform_sigma
 from shared.figures import plot_losses, save_grid
 from shared.run import Run, RunConfig, cli, validate
-from shared.samplers import heun, seed_noise
+from shared.samplers import heun, seed_noise, sigma_steps
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         require(0 < self.lr < float("inf"), f"lr is {self.lr}: it must be positive and finite")
+        sigma_rel_to_gamma(self.sigma_rels)  # refuses lengths that no average has
         require(all(0 <= beta < 1 for beta in self.betas), f"betas are {self.betas}: they must be in [0, 1)")
         require(self.weight_decay >= 0, f"weight_decay is {self.weight_decay}: it must not be negative")
         require(self.warmup >= 0, f"warmup is {self.warmup}: it must not be negative")
@@ -98,7 +99,7 @@ PRESETS: dict[str, TrainConfig] = {
     "h2_imagenet256": released("h2_imagenet256", LATENT256, 500_000, label_dropout=0.1),
     "l4_imagenet512": released("l4_imagenet512", LATENT512, 500_000, label_dropout=0.15),
     "h4_imagenet512": released("h4_imagenet512", LATENT512, 500_000, label_dropout=0.1),
-}  # fmt: skip
+}
 
 
 def learning_rate(config: TrainConfig, nimg: int) -> float:
@@ -138,7 +139,7 @@ def train(config: TrainConfig) -> None:
         header = {
             "network": "minimal_uvit", "config": recipe["net"], "objective": config.objective,
             "latent_mean": train_set.latent_mean, "latent_std": train_set.latent_std,
-        }  # fmt: skip
+        }
         autocast = torch.autocast(run.device.type, torch.bfloat16, enabled=config.precision == "bfloat16")
 
         for images, labels in run.batches(train_set, config.batch_size, config.seed, config.data.flip):
@@ -194,7 +195,7 @@ def picture(run: Run, D: EDMPrecond | VPPrecond, net: UViTConfig, rows: int = 8)
     shape = (net.in_channels, net.img_size, net.img_size)
     noise = torch.from_numpy(seed_noise(range(rows * columns), shape)).to(run.device)
     labels = torch.arange(columns, device=run.device).repeat(rows) if classes else None
-    images = heun(D, noise, labels, num_steps=18)
+    images = heun(D, noise, labels, sigma_steps(18))
     save_grid(run.folder / "samples" / f"{run.nimg:09d}.png", images.cpu().numpy(), columns)
     plot_losses(run.folder)
 

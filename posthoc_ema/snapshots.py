@@ -22,8 +22,9 @@ all that are in a folder (`list_snapshots`, `mapped`, `require_alike`).
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
+from typing import Any, get_type_hints
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -46,7 +47,7 @@ def save_snapshot(path: Path, weights: dict[str, Tensor], header: dict, precisio
     """Write weights as `precision`, a key of PRECISIONS, under `header`."""
     dtype = PRECISIONS[precision]
     cast = {k: (v.to(dtype) if v.is_floating_point() else v).cpu().contiguous() for k, v in weights.items()}
-    write_whole(path, lambda file: save_file(cast, file, {"header": json.dumps(header)}))
+    write_whole(path, lambda file: save_file(cast, file.name, {"header": json.dumps(header)}))
 
 
 def read_header(path: Path) -> dict:
@@ -92,6 +93,20 @@ def find_snapshot(path: Path, sigma_rel: float | None = None) -> Path:
     wanted = "" if sigma_rel is None else f" of sigma_rel {sigma_rel}"
     require(bool(found), f"{path} holds no snapshot{wanted}")
     return max(found, key=lambda item: (item[0]["nimg"], -item[0]["sigma_rel"]))[1]
+
+
+def config_from_dict(cls: type, values: dict) -> Any:
+    """The config dataclass, nested ones too, of what `dataclasses.asdict` and JSON made of it."""
+    types = get_type_hints(cls)
+    unknown = sorted(values.keys() - types.keys())
+    require(not unknown, f"{cls.__name__} has no field {', '.join(unknown)}")
+
+    def restore(name: str, value: Any) -> Any:
+        if is_dataclass(types[name]):
+            return config_from_dict(types[name], value)
+        return tuple(value) if isinstance(value, list) else value
+
+    return cls(**{name: restore(name, value) for name, value in values.items()})
 
 
 # A folder of them -------------------------------------------------------------------------------------------

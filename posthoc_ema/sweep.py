@@ -25,14 +25,15 @@ import tyro
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from posthoc_ema.plan import Plan, make_plan
+from posthoc_ema.plan import make_plan
 from posthoc_ema.reconstruct import parse_lengths, weighted_sums
+from posthoc_ema.snapshots import config_from_dict
 from shared.check import require
 from shared.data import DataConfig, Dataset, load_data
 from shared.diffusion import Denoiser
-from shared.files import config_from_dict, write_whole
+from shared.files import write_whole
 from shared.run import cli, find_device, validate
-from shared.samplers import heun, seed_noise
+from shared.samplers import heun, seed_noise, sigma_steps
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def draw(D: Denoiser, train: Dataset, options: Options, device: torch.device) ->
         noise = torch.from_numpy(seed_noise((options.seed + k).tolist(), train.shape)).to(device)
         labels = None if train.labels is None else torch.from_numpy(train.labels[k % len(train)]).to(device)
         with torch.no_grad():
-            images.append(heun(D, noise, labels, options.steps).cpu().numpy().reshape(len(k), -1))
+            images.append(heun(D, noise, labels, sigma_steps(options.steps)).cpu().numpy().reshape(len(k), -1))
     return np.concatenate(images)
 
 
@@ -129,10 +130,10 @@ def sweep(options: Options) -> None:
                     row["frechet"] = frechet_distance(draw(D, train, options, device), real)
                 rows[lengths[m]] = row
                 text = json.dumps({"settings": settings, "rows": [rows[key] for key in sorted(rows)]}, indent=1)
-                write_whole(out / "sweep.json", lambda file, text=text: file.write_text(text + "\n"))
+                write_whole(out / "sweep.json", lambda file, text=text: file.write(text.encode()))
                 progress.update()
     rows = [rows[length] for length in lengths]
-    write_whole(out / "table.md", lambda file: file.write_text(table(rows)))
+    write_whole(out / "table.md", lambda file: file.write(table(rows).encode()))
     plot(out / "sweep.png", rows, sorted({s.sigma_rel for s in plan.snapshots}))
     print(table(rows), end="")
 

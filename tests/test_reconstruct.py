@@ -280,7 +280,7 @@ def test_a_killed_command_leaves_whole_files_and_goes_on(tmp_path, monkeypatch):
         calls.append(file)
         save_file(tensors, file, metadata)
         if len(calls) == 2:
-            file.write_bytes(file.read_bytes()[:500])
+            Path(file).write_bytes(Path(file).read_bytes()[:500])
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
