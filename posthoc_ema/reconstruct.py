@@ -4,7 +4,8 @@ Paper: Karras et al., Analyzing and Improving the Training Dynamics of Diffusion
 section 3.2 and appendix C.3. How good a sum can be is known before a weight is read (`plan.py`); the weights
 then stream through once, so memory is that of the outputs and a tensor, however many snapshots there are.
 
-Reading order: `start`, `add`, `weighted_sums`, `reconstruct` (what other programs call), the command.
+Reading order: `start`, `add`, `weighted_sums`, `reconstruct` and `read_average` (for other programs), the
+command.
 
 Shapes: N snapshots, M outputs.
 
@@ -29,7 +30,16 @@ from tqdm import tqdm
 
 from posthoc_ema.ema import sigma_rel_to_gamma
 from posthoc_ema.plan import make_plan
-from posthoc_ema.snapshots import Snapshot, mapped, read_header, save_snapshot, snapshot_path
+from posthoc_ema.snapshots import (
+    Snapshot,
+    find_snapshot,
+    list_snapshots,
+    mapped,
+    read_header,
+    read_snapshot,
+    save_snapshot,
+    snapshot_path,
+)
 from shared.check import require
 from shared.run import cli
 
@@ -83,6 +93,14 @@ def reconstruct(
     plan = make_plan(folder, sigma_rels, nimg)
     sums = weighted_sums(plan.snapshots, plan.x, dtype)
     return [(weights, plan.header(m)) for m, weights in enumerate(sums)]
+
+
+def read_average(path: Path, sigma_rel: float | None = None) -> tuple[dict[str, Tensor], dict]:
+    """Weights and header of a snapshot file; or of a run's last average of this length, reconstructed if the
+    run has not tracked it, by default the shortest tracked. ValueError where there is none."""
+    if path.is_file() or sigma_rel is None or sigma_rel in {s.sigma_rel for s in list_snapshots(path)}:
+        return read_snapshot(find_snapshot(path, sigma_rel))
+    return reconstruct(path, [sigma_rel])[0]
 
 
 # The command ------------------------------------------------------------------------------------------------

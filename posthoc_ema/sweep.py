@@ -39,7 +39,7 @@ from shared.samplers import heun, seed_noise, sigma_steps
 @dataclass(frozen=True)
 class Options:
     run: tyro.conf.Positional[Path] = Path("runs/minimal_uvit")  # folder of the run
-    sigma_rel: tuple[str, ...] = ("0.01:0.25:0.01",)  # lengths to measure: numbers, and ranges first:last:step
+    sigma_rel: tuple[str, ...] = ("0.01:0.25:0.01",)  # lengths: numbers, and ranges first:last:step
     nimg: int | None = None  # the training time to reconstruct at, a snapshot's; the last by default
     samples: int = 0  # images to draw for the Frechet distance; 0: none
     steps: int = 18  # steps of the sampler
@@ -70,14 +70,15 @@ def frechet_distance(a: NDArray, b: NDArray) -> float:
 
 
 def draw(D: Denoiser, train: Dataset, options: Options, device: torch.device) -> NDArray[np.float32]:
-    """(samples, C H W) images, of the training images' classes in turn where the network takes classes."""
+    """(samples, C H W) values of images of the training images' classes in turn."""
     images = []
     for start in range(0, options.samples, options.batch_size):
         k = np.arange(start, min(start + options.batch_size, options.samples))
         noise = torch.from_numpy(seed_noise((options.seed + k).tolist(), train.shape)).to(device)
         labels = None if train.labels is None else torch.from_numpy(train.labels[k % len(train)]).to(device)
         with torch.no_grad():
-            images.append(heun(D, noise, labels, sigma_steps(options.steps)).cpu().numpy().reshape(len(k), -1))
+            drawn = heun(D, noise, labels, sigma_steps(options.steps))
+        images.append(drawn.cpu().numpy().reshape(len(k), -1))
     return np.concatenate(images)
 
 
@@ -129,7 +130,7 @@ def sweep(options: Options) -> None:
                 if options.samples:
                     row["frechet"] = frechet_distance(draw(D, train, options, device), real)
                 rows[lengths[m]] = row
-                text = json.dumps({"settings": settings, "rows": [rows[key] for key in sorted(rows)]}, indent=1)
+                text = json.dumps({"settings": settings, "rows": [rows[s] for s in sorted(rows)]}, indent=1)
                 write_whole(out / "sweep.json", lambda file, text=text: file.write(text.encode()))
                 progress.update()
     rows = [rows[length] for length in lengths]
@@ -156,7 +157,8 @@ def measures(rows: list[dict]) -> dict[str, NDArray[np.float64]]:
 def table(rows: list[dict]) -> str:
     """Markdown: a line a length, the best of each column in bold."""
     columns = measures(rows)
-    lines = [" | ".join(["| sigma_rel | profile error", *columns]) + " |", "| ---: " * (len(columns) + 2) + "|"]
+    lines = [" | ".join(["| sigma_rel | profile error", *columns]) + " |"]
+    lines.append("| ---: " * (len(columns) + 2) + "|")
     for k, row in enumerate(rows):
         cells = [f"| {row['sigma_rel']:.3f} | {row['profile_error']:.2%}"]
         cells += [f"**{v[k]:.4g}**" if k == v.argmin() else f"{v[k]:.4g}" for v in columns.values()]
@@ -174,13 +176,15 @@ def plot(path: Path, rows: list[dict], tracked: list[float]) -> None:
     panels = {name: {name: values} for name, values in columns.items() if name not in levels}
     panels |= {"loss at each noise level, over its best": levels} if levels else {}
     figure = Figure(figsize=(4.6 * len(panels), 3.6), layout="constrained")
-    for axes, (title, curves) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
+    all_axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axes, (title, curves) in zip(all_axes, panels.items(), strict=True):
         for k, (name, values) in enumerate(curves.items()):
             best, color = values.argmin(), colormaps["viridis"](k / len(curves))
             axes.plot(x, values, color=color, label=name)
             axes.plot(x[best], values[best], "o", color=color)
             if len(curves) == 1:
-                axes.annotate(f"{values[best]:.4g} at {x[best]:.3f}", (x[best], values[best]), (0, 9), textcoords="offset points")
+                text, place = f"{values[best]:.4g} at {x[best]:.3f}", (x[best], values[best])
+                axes.annotate(text, place, (0, 9), textcoords="offset points", ha="center")
         for sigma_rel in tracked:
             axes.axvline(sigma_rel, color="gray", linewidth=0.8, linestyle=":")
         axes.set(xlabel="sigma_rel", title=title)
