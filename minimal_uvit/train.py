@@ -87,8 +87,8 @@ IMAGENET64, LATENT256, LATENT512 = map(DataConfig, ("imagenet64.zip", "latents25
 PRESETS: dict[str, TrainConfig] = {
     "digits": TrainConfig(
         NETWORKS["digits"],
-        RunConfig(Path("runs/minimal_uvit"), 384_000, 6_400, 64_000, 24_000, 64_000),
-        lr=1e-3, betas=(0.9, 0.99), warmup=12_800, label_dropout=0.1,
+        RunConfig(Path("runs/minimal_uvit"), 192_000, 6_400, 32_000, 12_000, 32_000),
+        P_mean=-0.8, P_std=1.0, lr=3e-3, betas=(0.9, 0.99), warmup=12_800, label_dropout=0.1,
     ),
     "s2_cifar10":     released("s2_cifar10", CIFAR10, 500_000, 128, (0.99, 0.999), 2500),
     "s4_celeba64":    released("s4_celeba64", CELEBA64, 500_000, 128),
