@@ -85,8 +85,9 @@ def load_official(config: dict, state_dict: dict[str, Tensor]) -> Denoiser:
 # Unpickling calls whatever globals the file names. Here each of them is a class of `Inert`, which only notes
 # what it was called with; afterwards the notes are read, and of them the few that say where weights lie.
 
-# Packages whose names released pickles hold. None of them is imported; a name of any other is reported.
+# Packages and types whose names released pickles hold: not imported either, but any other is reported.
 PACKAGES = {"collections", "dnnlib", "numpy", "torch", "torch_utils", "training", "_codecs"}
+TYPES = {f"{module}.{name}" for module in ("builtins", "__builtin__") for name in ("set", "object", "dict")}
 
 
 class Inert:
@@ -120,9 +121,10 @@ class InertUnpickler(pickle.Unpickler):
         self.foreign: set[str] = set()
 
     def find_class(self, module: str, name: str) -> type:
-        if module.split(".")[0] not in PACKAGES:
-            self.foreign.add(f"{module}.{name}")
-        return type("Inert", (Inert,), {"name": f"{module}.{name}"})  # a new class each time: no shared state
+        name = f"{module}.{name}"
+        if module.split(".")[0] not in PACKAGES and name not in TYPES:
+            self.foreign.add(name)
+        return type("Inert", (Inert,), {"name": name})  # a new class each time: the file can alter none
 
     def persistent_load(self, pid: Any) -> None:
         raise pickle.UnpicklingError("storages outside the pickle")
@@ -156,7 +158,7 @@ def read_tensor(value: Any) -> Tensor:
     require(fits, "a tensor in it has no storage")
     # A file of torch.save within the pickle, read by torch's own restricted unpickler.
     storage = torch.load(io.BytesIO(storage.args[0]), map_location="cpu", weights_only=True)
-    return torch.empty(0, dtype=storage.dtype).set_(storage.untyped(), offset, size, stride)
+    return torch.empty(0, dtype=storage.dtype).set_(storage).as_strided(size, stride, offset)
 
 
 def read_tensors(module: Any, prefix: str = "") -> dict[str, Tensor]:
@@ -187,9 +189,11 @@ def read_official_pickle(path: Path) -> tuple[dict, dict[str, Tensor]]:
     foreign = ", ".join(sorted(unpickler.foreign))
     require(not foreign, f"{path} asks for {foreign}, which no released network needs; nothing was executed")
     try:
-        name, state = module_state(as_dict(data).get("ema"))
+        network = as_dict(data).get("ema")
+        require(network is not None, "it holds no network")
+        name, state = module_state(network)
         require(name == "Precond", f"its network is a {name}, not EDM2's Precond")
         config = dict(zip(FIELDS, state.get("_init_args") or (), strict=False))
-        return config | as_dict(state.get("_init_kwargs")), read_tensors(as_dict(data)["ema"])
+        return config | as_dict(state.get("_init_kwargs")), read_tensors(network)
     except Exception as error:
         raise ValueError(f"{path} is not a released EDM2 pickle: {error}") from error
