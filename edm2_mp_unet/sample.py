@@ -9,8 +9,8 @@ arXiv:2406.02507v3; EDM2, arXiv:2312.02696v2.
     python edm2_mp_unet/sample.py --official edm2-img64-s-1073741-0.045.pkl \\
         --guide edm2-img64-xs-0134217-0.110.pkl --guidance 1.7 --num 50 --out released
 
-Reading order: `SampleConfig`, `load`, `draw`. Image k depends on `seed + k` and its label alone, whatever the
-batch size, to float32 rounding.
+Reading order: `SampleConfig`, `build`, `load`, `draw`. Image k depends on `seed + k` and its label alone,
+whatever the batch size, to float32 rounding.
 
 Guidance is guide + w (D - guide): by an unconditional network or the missing label it is classifier-free
 guidance, by a smaller or less trained one, autoguidance.
@@ -28,11 +28,12 @@ from tqdm import tqdm
 
 from edm2_mp_unet.model import Denoiser, EDM2Config
 from edm2_mp_unet.official import load_official, read_official_pickle
-from posthoc_ema.snapshots import find_snapshot, read_snapshot
+from posthoc_ema.reconstruct import read_average
+from posthoc_ema.snapshots import config_from_dict
 from shared.check import require
 from shared.diffusion import SIGMA_MAX, SIGMA_MIN
 from shared.figures import save_images
-from shared.files import config_from_dict, load_strictly
+from shared.files import load_strictly
 from shared.run import cli, find_device
 from shared.samplers import SAMPLERS, guided, seed_noise, sigma_steps, unlabelled
 
@@ -55,7 +56,7 @@ class SampleConfig:
     churn: float = 0.0  # EDM's S_churn, fresh noise added along the way; heun and euler only
     guidance: float = 1.0  # guidance weight w; 1: none
     guide: Path | None = None  # a second run, snapshot or .pkl to guide with; None: no label
-    sigma_rel: float | None = None  # relative length of the average to use; None: the shortest saved
+    sigma_rel: float | None = None  # relative length of the average, tracked or not; None: the shortest saved
     guide_sigma_rel: float | None = None  # the same for the guide
     official: Path | None = None  # a released .pkl file, instead of a run
     batch_size: int = 64  # images drawn at a time
@@ -69,27 +70,31 @@ class SampleConfig:
         require(self.churn == 0 or self.sampler != "dpmpp", "dpmpp is deterministic: it takes no churn")
 
 
+def build(weights: dict[str, torch.Tensor], header: dict, device: str = "cpu") -> Denoiser:
+    """The denoiser, in evaluation mode, of a snapshot's weights and header. ValueError where they misfit."""
+    require(header["network"] == "edm2_mp_unet", f"the network is {header['network']}, not an EDM2")
+    net = Denoiser(config_from_dict(EDM2Config, header["config"]))
+    load_strictly(net, weights)
+    return net.to(device).eval().requires_grad_(False)
+
+
 def load(path: Path, sigma_rel: float | None = None, device: str = "cpu") -> tuple[Denoiser, dict]:
-    """The denoiser of a snapshot, of a run's last one or of a released pickle, in evaluation mode, and the
-    snapshot's header. ValueError, naming the file, for what is none of these or not of an EDM2."""
-    if path.suffix == ".pkl":
-        config, weights = read_official_pickle(path)
-        header = {"label_dropout": 0, "latent_mean": None, "latent_std": None}
-        if config.get("img_channels") == len(LATENT_MEAN):
-            header |= {"latent_mean": LATENT_MEAN, "latent_std": LATENT_STD}
-    else:
-        path = find_snapshot(path, sigma_rel)
-        weights, header = read_snapshot(path)
-        require(header["network"] == "edm2_mp_unet", f"{path} is of {header['network']}, not of an EDM2")
+    """The denoiser of a snapshot, or of a run's last one, in evaluation mode, and the snapshot's header; an
+    average of a length that the run did not track is reconstructed. Or that of a released pickle.
+
+    ValueError, naming the file, for what is no snapshot of an EDM2.
+    """
     try:
         if path.suffix == ".pkl":
-            net = load_official(config, weights)
-        else:
-            net = Denoiser(config_from_dict(EDM2Config, header["config"]))
-            load_strictly(net, weights)
+            config, weights = read_official_pickle(path)
+            latents = config.get("img_channels") == len(LATENT_MEAN)
+            mean, std = (LATENT_MEAN, LATENT_STD) if latents else (None, None)
+            net = load_official(config, weights).to(device).eval().requires_grad_(False)
+            return net, {"label_dropout": 0, "latent_mean": mean, "latent_std": std}
+        weights, header = read_average(path, sigma_rel)
+        return build(weights, header, device), header
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-    return net.to(device).eval().requires_grad_(False), header
+        raise ValueError(f"{path}: {error}" if str(path) not in str(error) else str(error)) from error
 
 
 def draw(

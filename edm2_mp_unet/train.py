@@ -123,7 +123,18 @@ def check(config: TrainConfig, dataset: Dataset) -> None:
     require(fits, f"net has {net.num_classes} classes, but {config.data.source} has {had}")
 
 
+def draw(config: TrainConfig, run: Run, shape: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """This rank's part of a step's randomness, which is drawn for the global batch: noise levels (B,), noise
+    (B, *shape) and the labels to keep (B,)."""
+    B, options = config.batch_size, dict(generator=run.generator(config.seed), device=run.device)
+    sigma = log_normal_sigma(torch.randn(B, **options), config.P_mean, config.P_std)
+    noise = torch.randn(B, *shape, **options)
+    keep = torch.rand(B, **options) >= config.label_dropout
+    return sigma[run.part], noise[run.part], keep[run.part]
+
+
 def train(config: TrainConfig) -> None:
+    """Train, or go on training, what `config` says. ValueError for what cannot work; DivergedError."""
     train_set, validation_set = load_data(config.data)
     check(config, train_set)
     recipe = asdict(config)
@@ -143,7 +154,7 @@ def train(config: TrainConfig) -> None:
         header = {
             "network": "edm2_mp_unet", "config": recipe["net"], "label_dropout": config.label_dropout,
             "latent_mean": train_set.latent_mean, "latent_std": train_set.latent_std,
-        }  # fmt: skip
+        }
         low = torch.float16 if config.precision == "float16" else torch.bfloat16
         autocast = torch.autocast(run.device.type, low, enabled=config.precision != "float32")
 
@@ -151,23 +162,18 @@ def train(config: TrainConfig) -> None:
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(config, run.nimg)
 
-            # Randomness of the global batch, of which each rank takes its part.
-            draw = dict(generator=run.generator(config.seed), device=run.device)
-            B, shape = config.batch_size, images.shape[1:]
-            sigma = log_normal_sigma(torch.randn(B, **draw), config.P_mean, config.P_std)[run.part]
-            noise = torch.randn(B, *shape, **draw)[run.part]                   # B/ranks C H W
+            sigma, noise, keep = draw(config, run, images.shape[1:])
             if not config.net.num_classes:
                 labels = None
             elif config.label_dropout:
-                keep = torch.rand(B, **draw)[run.part] >= config.label_dropout
-                labels = F.one_hot(labels, config.net.num_classes) * keep[:, None]  # none: zeros
+                labels = F.one_hot(labels, config.net.num_classes) * keep[:, None]  # left out: zeros
 
             total = torch.zeros((), device=run.device)
             for k in range(config.accumulate):
                 part = slice(k, None, config.accumulate)
+                y = None if labels is None else labels[part]
                 with autocast:
-                    y = None if labels is None else labels[part]
-                    loss = objective(D, images[part], sigma[part], noise[part], y).sum() / B
+                    loss = objective(D, images[part], sigma[part], noise[part], y).sum() / config.batch_size
                 (config.loss_scale * loss).backward()
                 total += loss.detach()
             torch._foreach_div_([p.grad for p in net.parameters() if p.grad is not None], config.loss_scale)

@@ -34,14 +34,15 @@ def log(out: Path) -> list[dict]:
 def test_learning_rate_golden(row):
     given, expected = row
     config = replace(
-        PRESETS["digits"], batch_size=given["batch_size"], lr=given["ref_lr"], decay=given["ref_batches"],
+        PRESETS["digits"], batch_size=given["batch_size"],
+        lr=given["ref_lr"], decay=given["ref_batches"],
         warmup=given["rampup_Mimg"] * 10**6,
     )  # fmt: skip
     assert learning_rate(config, given["cur_nimg"]) == pytest.approx(expected, rel=1e-9)
 
 
 def test_released_presets():
-    """512x512 latents and 64x64 images differ in noise levels and decay, sizes in learning rate and length."""
+    """Latents and 64x64 images differ in noise levels and decay, sizes in learning rate and length."""
     for name, config in PRESETS.items():
         assert config.net == NETWORKS[name]
         if name != "digits":
@@ -56,7 +57,7 @@ def test_released_presets():
 
 
 def test_uncertainty_loss_closed_form():
-    """Eqs. 14-16 and 21: lambda / exp(u) |D - y|^2 + u, of which u = ln E[lambda |D - y|^2] is the minimum."""
+    """Eqs. 14-16 and 21: lambda / exp(u) |D - y|^2 + u, least at u = ln E[lambda |D - y|^2]."""
     net = Denoiser(NET)
     images, noise = torch.randn(2, 4, 1, 8, 8)
     sigma, labels = torch.tensor([0.1, 0.5, 2.0, 9.0]), torch.tensor([1, 2, 3, 4])
