@@ -141,12 +141,12 @@ def is_there(path: Path, header: dict) -> bool:
 
 
 def main(options: Options) -> None:
-    lengths = parse_lengths(options.sigma_rel)
+    lengths, out = parse_lengths(options.sigma_rel), options.out or options.folder / "reconstructed"
+    require(not out.exists() or out.is_dir(), f"out {out} is not a folder")
     plan = make_plan(options.folder, lengths, options.nimg)
     print(plan.table(), flush=True)
     for sentence in plan.warnings():
         print(f"warning: {sentence}", file=sys.stderr)
-    out = options.out or options.folder / "reconstructed"
     paths = [snapshot_path(out, plan.snapshots[-1].nimg, length) for length in lengths]
     require(len(set(paths)) == len(paths), "--sigma-rel: files tell lengths apart by three decimals only")
     headers = [plan.header(m) | {"precision": options.precision} for m in range(len(lengths))]

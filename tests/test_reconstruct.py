@@ -428,8 +428,11 @@ def test_a_folder_without_snapshots(tmp_path):
         assert status == 2 and sentence in stderr and stderr.count("\n") == 1
 
 
-def test_a_time_without_snapshot(tmp_path):
+def test_a_time_without_snapshot_and_an_output_that_is_no_folder(tmp_path):
     train(tmp_path, times=[10, 20, 30])
+    (tmp_path / "file").touch()
+    status, _, stderr = run(tmp_path, "--sigma-rel", 0.07, "--out", tmp_path / "file")
+    assert status == 2 and stderr.endswith("file is not a folder\n") and stderr.count("\n") == 1
     status, _, stderr = run(tmp_path, "--sigma-rel", 0.07, "--nimg", 24)
     assert status == 2 and "is of time 24: the nearest is of 20" in stderr and stderr.count("\n") == 1
 
