@@ -55,7 +55,7 @@ def start(files: Sequence[dict[str, Tensor]], M: int, dtype: torch.dtype) -> tup
         if value.is_floating_point() and not same:
             sums[name] = torch.zeros(M, *value.shape, dtype=dtype)
         else:
-            copies[name] = torch.stack([value] * M)
+            copies[name] = torch.stack([value.to(dtype) if value.is_floating_point() else value] * M)
     return sums, copies
 
 
