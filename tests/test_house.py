@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import edm2_mp_unet.sample
+import edm2_mp_unet.train
 import minimal_uvit.sample
 import minimal_uvit.train
 from shared.run import cli
@@ -20,6 +22,8 @@ SOURCES = sorted(path for folder in ("shared", *PROJECTS) for path in (ROOT / fo
 COMMANDS = {
     "minimal_uvit/train.py": (minimal_uvit.train.train, minimal_uvit.train.PRESETS),
     "minimal_uvit/sample.py": (minimal_uvit.sample.sample, minimal_uvit.sample.SampleConfig),
+    "edm2_mp_unet/train.py": (edm2_mp_unet.train.train, edm2_mp_unet.train.PRESETS),
+    "edm2_mp_unet/sample.py": (edm2_mp_unet.sample.sample, edm2_mp_unet.sample.SampleConfig),
 }
 
 
@@ -77,6 +81,12 @@ def test_every_option_has_a_sentence(command, monkeypatch):
     ("minimal_uvit/sample.py", "--official {tmp}/x.pth", "x.pth"),
     ("minimal_uvit/sample.py", "--steps 1.5", "--steps"),
     ("minimal_uvit/sample.py", "--churn 1 --sampler dpmpp", "takes no churn"),
+    ("edm2_mp_unet/train.py", "--decay -1", "decay and warmup must not be negative"),
+    ("edm2_mp_unet/train.py", "--net.img-size 7", "img_size 7 cannot be halved for 2 levels"),
+    ("edm2_mp_unet/train.py", "--net.num-classes 8 --out {tmp}/r", "net has 8 classes, but digits has 10"),
+    ("edm2_mp_unet/train.py", "--precision float64", "invalid choice 'float64'"),
+    ("edm2_mp_unet/sample.py", "{tmp}/nothing", "nothing"),
+    ("edm2_mp_unet/sample.py", "--official {tmp}/x.pkl", "x.pkl does not exist"),
 ])
 def test_bad_input_is_one_line(command, arguments, sentence, monkeypatch, tmp_path):
     main, options = COMMANDS[command]
