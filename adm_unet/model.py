@@ -60,7 +60,7 @@ class ADMConfig:
     def __post_init__(self) -> None:
         ones = (self.img_size, self.in_channels, self.channels, self.depth, self.num_heads)
         zeros = (self.num_heads_up, self.head_channels, self.low_res)
-        require(min(ones) > 0 and min(zeros) >= 0, "sizes must be at least 1, or 0 where that stands for none")
+        require(min(ones) > 0 and min(zeros) >= 0, "sizes must be at least 1, or 0 where it stands for none")
         require(0 <= self.dropout < 1, f"dropout is {self.dropout}: it must be in [0, 1)")
         sizes = [self.img_size >> level for level in range(len(self.channel_mult))]
         fits = bool(sizes) and sizes[-1] << len(sizes) - 1 == self.img_size
@@ -71,7 +71,7 @@ class ADMConfig:
         for size, C in zip(sizes, self.widths, strict=True):
             require(C > 0 and C % GROUPS == 0, f"a level's width is {C}: it must be a multiple of {GROUPS}")
             fits = size not in (*self.attn_resolutions, sizes[-1]) or not any(C % part for part in heads)
-            require(fits, f"num_heads or head_channels {sorted(heads)} does not divide a level's width, {C}")
+            require(fits, f"num_heads or head_channels {sorted(heads)} does not divide a width of {C}")
         require(self.pool in get_args(Pool), f"pool is {self.pool!r}: it must be one of {get_args(Pool)}")
         needed = (self.pool or self.null_class) and self.num_classes < 2
         require(not needed, "null_class and a classifier need a num_classes of at least 2")
@@ -219,8 +219,7 @@ class Encoder(nn.Module):
     def __init__(self, config: ADMConfig, in_channels: int):
         super().__init__()
         self.config = config
-        E, C = 4 * config.channels, config.widths[0]
-        Down = ResBlock if config.resblock_updown else Resample
+        E, C, Down = 4 * config.channels, config.widths[0], ResBlock if config.resblock_updown else Resample
         self.time_embed = nn.Sequential(nn.Linear(config.channels, E), nn.SiLU(), nn.Linear(E, E))
         self.in_conv = nn.Conv2d(in_channels, C, 3, padding=1)
         self.in_blocks = nn.ModuleList()
@@ -272,7 +271,7 @@ class ADMUNet(Encoder):
         self.out_conv = zero(nn.Conv2d(C, config.in_channels * (1 + config.learn_sigma), 3, padding=1))
 
     def embed(self, labels: Tensor | None, x: Tensor) -> Tensor | float:
-        """The label's part of the embedding, (B, E). ValueError for labels that this network does not have."""
+        """The label's part of the embedding, (B, E). ValueError for labels that do not fit."""
         K = self.config.num_classes
         if self.config.null_class and labels is None:
             labels = torch.full((len(x),), K - 1, device=x.device)
@@ -286,9 +285,9 @@ class ADMUNet(Encoder):
         return self.label_embed(labels)
 
     def forward(self, x: Tensor, timesteps: Tensor, labels: Tensor | None = None, *cond: Tensor) -> Tensor:
-        """x (B, C, H, W); timesteps (B,), made for 0..1000; labels (B,) int64, None: the null class; cond:
-        `ADMSuperRes` sees more images. Returns x's shape, or with `learn_sigma` (B, 2C, H, W), the second C the
-        place of the variance between its bounds, -1 to 1. ValueError for inputs that do not fit."""
+        """x (B, C, H, W); timesteps (B,), made for 0..1000; labels (B,) int64, None: the null class; cond is
+        `ADMSuperRes`'s. Returns x's shape, or with `learn_sigma` 2C channels, of which the second C place the
+        variance between its bounds, -1 and 1. ValueError for inputs that do not fit."""
         x, emb, skips = self.encode(x, timesteps, self.embed(labels, x), *cond)
         for block in self.out_blocks:  # the last feature first: i = N .. 1
             i, skip = len(skips), skips.pop()

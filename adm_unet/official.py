@@ -1,7 +1,7 @@
 """Released guided-diffusion weights in our networks.
 
-Paper: arXiv:2105.05233v4. `load_official` takes what the released constructor was given and its state dict, and
-returns an `ADMUNet`, `ADMSuperRes` or `ADMClassifier`; nothing may be missing, left over or of another shape.
+Paper: arXiv:2105.05233v4. `load_official` takes what the released constructor was given and its state dict,
+and returns an `ADMUNet`, `ADMSuperRes` or `ADMClassifier`; nothing may be missing, left over or mis-shaped.
 """
 
 import re
@@ -14,12 +14,13 @@ from adm_unet.model import ADMConfig, Encoder, build
 from shared.check import require
 from shared.files import load_strictly
 
-# The released constructors' arguments, by our names; those in OTHERS are translated, or choose nothing of ours.
+# The released constructors' arguments, by our names; those in OTHERS are translated below.
 FIELDS = {
     "image_size": "img_size", "in_channels": "in_channels", "model_channels": "channels",
-    "num_res_blocks": "depth", "dropout": "dropout", "conv_resample": "conv_resample", "num_heads": "num_heads",
+    "num_res_blocks": "depth", "dropout": "dropout", "num_heads": "num_heads",
     "use_scale_shift_norm": "scale_shift_norm", "resblock_updown": "resblock_updown",
-    "use_new_attention_order": "qkv_first", "use_checkpoint": "checkpointing",
+    "conv_resample": "conv_resample", "use_new_attention_order": "qkv_first",
+    "use_checkpoint": "checkpointing",
 }  # fmt: skip
 OTHERS = {
     "model", "name", "out_channels", "attention_resolutions", "channel_mult", "num_classes", "pool",
@@ -50,14 +51,14 @@ def official_config(config: dict) -> ADMConfig:
     config = DEFAULTS | config
     classifier = kind == "adm_classifier"
     size, C, C_out = config["image_size"], config["in_channels"], config["out_channels"]
-    require(classifier or C_out in (C, 2 * C), f"out_channels is {C_out}: it must be {C}, or {2 * C} with sigma")
+    require(classifier or C_out in (C, 2 * C), f"out_channels is {C_out}: it must be {C} or {2 * C}")
     return ADMConfig(
         **{FIELDS[key]: value for key, value in config.items() if key in FIELDS},
         channel_mult=tuple(config["channel_mult"]),
-        attn_resolutions=tuple(size // rate for rate in config["attention_resolutions"]),  # they count in rates
+        attn_resolutions=tuple(size // rate for rate in config["attention_resolutions"]),  # theirs are rates
         num_classes=C_out if classifier else config.get("num_classes") or 0,
         learn_sigma=not classifier and C_out == 2 * C,
-        low_res=size // 4 if kind == "adm_superres" else 0,  # of both released ones; the weights do not tell
+        low_res=size // 4 if kind == "adm_superres" else 0,  # both released ones enlarge by 4
         pool=config.get("pool", "adaptive") if classifier else "",
         head_channels=max(config.get("num_head_channels", -1), 0),
         num_heads_up=max(config.get("num_heads_upsample", -1), 0),
@@ -72,12 +73,12 @@ def official_name(name: str, config: ADMConfig) -> str:
     levels, depth = len(config.widths), config.depth
     if stage == "label_emb":
         return ".".join(["label_embed", *rest])
-    if stage == "input_blocks":  # the first is a convolution; each later level begins with a lone downsampling
+    if stage == "input_blocks":  # the first is a convolution, and every later level begins with a lone one
         block, part, *leaf = rest
         if block == "0":
             return ".".join(["in_conv", *leaf])
-        lone = int(block) % (depth + 1) == 0
-        return ".".join(["in_blocks", str(int(block) - 1), *([] if lone else [("res", "attn")[int(part)]]), *leaf])
+        parts = [] if int(block) % (depth + 1) == 0 else [("res", "attn")[int(part)]]
+        return ".".join(["in_blocks", str(int(block) - 1), *parts, *leaf])
     if stage == "middle_block":
         return ".".join([("mid_block1.res", "mid_block1.attn", "mid_block2.res")[int(rest[0])], *rest[1:]])
     if stage == "output_blocks":  # a level's last block upsamples, after attention where there is any
@@ -115,7 +116,7 @@ def load_into(net: Encoder, state_dict: dict[str, Tensor]) -> None:
     for name, value in state_dict.items():
         if name.endswith("positional_embedding"):  # theirs is (C, L)
             value = value.mT
-        elif re.search(r"(qkv|proj_out|qkv_proj|c_proj|^out\.3)\.weight$", name):  # 1x1 convolutions over tokens
+        elif re.search(r"(qkv|proj_out|qkv_proj|c_proj|^out\.3)\.weight$", name):  # 1x1 convolutions
             value = value.flatten(1)
         ours[name] = value
     load_strictly(net, ours, {name: official_name(name, net.config) for name in state_dict})
