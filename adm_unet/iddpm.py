@@ -147,7 +147,7 @@ class IDDPM:
         out, C = net(x_t, self.timesteps(x_t, t), labels), x_t.shape[1]
         if self.variance != "learned":
             return out[:, :C], None
-        require(out.shape[1] == 2 * C, f"the network learns no variance: {out.shape[1]} outputs for {C} channels")
+        require(out.shape[1] == 2 * C, f"no variance learned: {out.shape[1]} outputs for {C} channels")
         return out[:, :C], out[:, C:]
 
     def back(self, eps: Array, v: Array | None, x_t: Array, t: Steps, clip: bool) -> tuple:
