@@ -131,6 +131,14 @@ class Block(nn.Module):
         return x + self.fc2(F.gelu(self.fc1(self.norm2(x))))
 
 
+def init_linear(module: nn.Module) -> None:
+    """Linear layers start at N(0, 0.02^2) with zero bias; the others keep PyTorch's own initialization."""
+    if isinstance(module, nn.Linear):
+        nn.init.trunc_normal_(module.weight, std=0.02)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+
 class UViT(nn.Module):
     """Predicts what it was trained for (noise, or EDM's F) from noisy images and their time."""
 
@@ -171,9 +179,8 @@ class UViT(nn.Module):
         else:
             require(c.num_classes > 0, "this U-ViT is unconditional: it takes no labels")
             if labels.device.type == "cpu" and not torch.compiler.is_compiling():  # looking would stall a GPU
-                low, high = labels.min().item(), labels.max().item()
-                fits = low >= 0 and high < c.num_classes
-                require(fits, f"labels {low}..{high} not in 0..{c.num_classes - 1}")
+                low, high, last = labels.min().item(), labels.max().item(), c.num_classes - 1
+                require(low >= 0 and high <= last, f"labels {low}..{high} not in 0..{last}")
 
     def run(self, block: Block, *args: Tensor | None) -> Tensor:
         return checkpoint(block, *args, use_reentrant=False) if self.config.checkpointing else block(*args)
@@ -210,14 +217,6 @@ class UViT(nn.Module):
         p, h = self.config.patch_size, self.config.img_size // self.config.patch_size
         x = rearrange(x, "B (h w) (p1 p2 C) -> B C (h p1) (w p2)", h=h, p1=p, p2=p)
         return self.final_conv(x) if self.config.conv else x
-
-
-def init_linear(module: nn.Module) -> None:
-    """Linear layers start at N(0, 0.02^2) with zero bias; the others keep PyTorch's own initialization."""
-    if isinstance(module, nn.Linear):
-        nn.init.trunc_normal_(module.weight, std=0.02)
-        if module.bias is not None:
-            nn.init.zeros_(module.bias)
 
 
 if __name__ == "__main__":

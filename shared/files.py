@@ -1,32 +1,23 @@
-"""Files of weights: whole or not there, describing themselves, and loaded strictly.
-
-A snapshot is a safetensors file of averaged weights; its header says what network they are of, so that it can
-be sampled from, reconstructed with or loaded in either framework with nothing else at hand.
-"""
+"""Files that are whole or not there, configs read back from JSON, weights loaded strictly."""
 
 import dataclasses
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, BinaryIO, get_type_hints
 
-import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from shared.check import require
 
-PRECISIONS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
-
-def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
+def write_whole(path: Path, write: Callable[[BinaryIO], Any]) -> None:
     """`write(file)` beside `path`, then rename: whoever reads `path`, at any moment, reads a whole file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.part")
-    write(beside)
-    with open(beside, "rb") as file:
+    with open(beside, "wb") as file:
+        write(file)
+        file.flush()
         os.fsync(file.fileno())
     os.replace(beside, path)
 
@@ -43,39 +34,6 @@ def config_from_dict(cls: type, values: dict) -> Any:
         return tuple(value) if isinstance(value, list) else value
 
     return cls(**{name: restore(name, value) for name, value in values.items()})
-
-
-def snapshot_path(folder: Path, nimg: int, sigma_rel: float) -> Path:
-    return folder / f"{nimg:09d}-{sigma_rel:.3f}.safetensors"
-
-
-def save_snapshot(path: Path, weights: dict[str, Tensor], header: dict, precision: str = "float32") -> None:
-    """Write weights as `precision`, a key of PRECISIONS, with `header`'s JSON values in the file's header."""
-    dtype = PRECISIONS[precision]
-    cast = {k: (v.to(dtype) if v.is_floating_point() else v).cpu().contiguous() for k, v in weights.items()}
-    write_whole(path, lambda file: save_file(cast, file, {k: json.dumps(v) for k, v in header.items()}))
-
-
-def read_header(path: Path) -> dict:
-    """A snapshot's header. ValueError, naming the file, where it is missing, truncated or no snapshot."""
-    try:
-        with safe_open(path, "pt") as file:
-            header = {key: json.loads(value) for key, value in (file.metadata() or {}).items()}
-    except FileNotFoundError:
-        raise ValueError(f"{path} does not exist") from None
-    except (OSError, SafetensorError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} is truncated or not a safetensors snapshot ({error})") from error
-    for key in ("network", "config", "nimg", "sigma_rel"):
-        require(key in header, f"{path} is not a snapshot: its header has no {key}")
-    return header
-
-
-def read_snapshot(path: Path) -> tuple[dict[str, Tensor], dict]:
-    """A snapshot's weights, on the CPU in float32, and its header. ValueError as `read_header`."""
-    header = read_header(path)
-    with safe_open(path, "pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    return {k: v.float() if v.is_floating_point() else v for k, v in tensors.items()}, header
 
 
 def load_strictly(net: nn.Module, weights: dict[str, Tensor], names: dict[str, str] | None = None) -> None:

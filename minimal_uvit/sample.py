@@ -1,0 +1,153 @@
+"""Draw images with a trained U-ViT, ours or a released one.
+
+Papers: samplers as in `shared/samplers.py`; classifier-free guidance, arXiv:2207.12598v1; autoguidance,
+arXiv:2406.02507v3; U-ViT, arXiv:2209.12152v4.
+
+    python minimal_uvit/sample.py                                          # a grid, from the last digits run
+    python minimal_uvit/sample.py runs/minimal_uvit --labels 3 --guidance 2 --out threes.png
+    python minimal_uvit/sample.py runs/minimal_uvit --num 10000 --out digits.npz
+    python minimal_uvit/sample.py --official imagenet64_uvit_mid.pth --preset m4_imagenet64 --labels 207 360
+
+Reading order: `SampleConfig`, `load`, `draw`. Image k depends on `seed + k` and its label alone, whatever the
+batch size, to float32 rounding.
+
+Guidance is guide + w (D - guide); the scale s that U-ViT's paper gives is w = 1 + s.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+import tyro
+from tqdm import tqdm
+
+from minimal_uvit.model import PRESETS, UViT, UViTConfig
+from minimal_uvit.official import read_official
+from posthoc_ema.snapshots import find_snapshot, read_snapshot
+from shared.check import require
+from shared.diffusion import SIGMA_MAX, SIGMA_MIN, EDMPrecond, VPPrecond, vp_sigma
+from shared.figures import save_images
+from shared.files import config_from_dict, load_strictly
+from shared.run import cli, find_device
+from shared.samplers import SAMPLERS, guided, seed_noise, sigma_steps, unlabelled
+
+Precond = EDMPrecond | VPPrecond
+
+
+@dataclass(frozen=True)
+class SampleConfig:
+    source: tyro.conf.Positional[Path] = Path("runs/minimal_uvit")  # a run's folder, or a snapshot
+    out: Path = Path("samples.png")  # .png: a grid; .npz: arrays; else a folder of one PNG an image
+    num: int = 80  # number of images
+    seed: int = 0  # seed of the first image; image k has seed + k
+    labels: tuple[int, ...] = ()  # class of each image, repeated as needed; empty: every class in turn
+    sampler: Literal["heun", "dpmpp", "euler"] = "heun"  # ODE solver: EDM's, DPM-Solver++(2M), Euler's
+    steps: int = 32  # steps of the solver
+    sigma_min: float | None = None  # last noise level before 0; None: what the network was trained for
+    sigma_max: float | None = None  # first noise level; None: what the network was trained for
+    rho: float = 7.0  # exponent of the schedule of noise levels
+    churn: float = 0.0  # EDM's S_churn, fresh noise added along the way; heun and euler only
+    guidance: float = 1.0  # guidance weight w; 1: none
+    guide: Path | None = None  # a second run or snapshot to guide with; None: the network without its label
+    sigma_rel: float | None = None  # relative length of the average to use; None: the shortest saved
+    guide_sigma_rel: float | None = None  # the same for the guide
+    official: Path | None = None  # a released .pth file, instead of a run
+    preset: str = "s2_cifar10"  # the network in the released file
+    batch_size: int = 64  # images drawn at a time
+    device: str = "auto"  # torch device; auto: CUDA where there is one, else the CPU
+
+    def __post_init__(self) -> None:
+        require(self.num > 0, f"num is {self.num}: it must be at least 1")
+        require(self.seed >= 0, f"seed is {self.seed}: it must not be negative")
+        require(self.batch_size > 0, f"batch_size is {self.batch_size}: it must be at least 1")
+        require(self.preset in PRESETS, f"preset {self.preset!r} is unknown: one of {', '.join(PRESETS)}")
+        require(self.churn >= 0, f"churn is {self.churn}: it must not be negative")
+        require(self.churn == 0 or self.sampler != "dpmpp", "dpmpp is deterministic: it takes no churn")
+
+
+def load(path: Path, sigma_rel: float | None = None, device: str = "cpu") -> tuple[Precond, dict]:
+    """The denoiser of a snapshot, or of a run's last one, in evaluation mode, and the snapshot's header.
+
+    ValueError, naming the file, for what is no snapshot of a U-ViT.
+    """
+    path = find_snapshot(path, sigma_rel)
+    weights, header = read_snapshot(path)
+    require(header["network"] == "minimal_uvit", f"{path} is of {header['network']}, not of a U-ViT")
+    try:
+        net = UViT(config_from_dict(UViTConfig, header["config"]))
+        load_strictly(net, weights)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    precond = VPPrecond if header["objective"] == "vp" else EDMPrecond
+    return precond(net.to(device).eval().requires_grad_(False)), header
+
+
+def draw(
+    D: Precond,
+    config: SampleConfig,
+    seeds: Sequence[int],
+    labels: Sequence[int] | None,
+    guide: Precond | None = None,
+    progress: tqdm | None = None,
+) -> np.ndarray:
+    """One batch: images float32 (B, C, H, W), unclipped, of the given seeds and labels."""
+    net, device, vp = D.net.config, next(D.net.parameters()).device, isinstance(D, VPPrecond)
+    shape = (net.in_channels, net.img_size, net.img_size)
+
+    def noise(stream: int) -> torch.Tensor:
+        return torch.from_numpy(seed_noise(seeds, shape, stream)).to(device)
+
+    def counted(x: torch.Tensor, sigma: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+        if progress is not None:
+            progress.update(len(x))
+        return D(x, sigma, y)
+
+    sigma_min = config.sigma_min or (vp_sigma(np.float64(1e-3)) if vp else SIGMA_MIN)
+    sigma_max = config.sigma_max or (vp_sigma(np.float64(1)) if vp else SIGMA_MAX)
+    sigmas = sigma_steps(config.steps, sigma_min, sigma_max, config.rho)
+    churn = dict(S_churn=config.churn, churn_noise=lambda k: noise(k + 1)) if config.churn else {}
+    y = None if labels is None else torch.tensor(labels, device=device)
+    D_w = guided(counted, guide or unlabelled(D), config.guidance)
+    with torch.no_grad():
+        return SAMPLERS[config.sampler](D_w, noise(0), y, sigmas, **churn).cpu().numpy()
+
+
+def choose_labels(config: SampleConfig, classes: int) -> list[int] | None:
+    """The label of every image: those asked for, or all classes, in turn. ValueError for one out of range."""
+    require(not config.labels or classes > 0, "labels were given, but the network is unconditional")
+    wrong = [y for y in config.labels if not 0 <= y < classes]
+    require(not wrong, f"labels {wrong} are out of range: this network has classes 0..{classes - 1}")
+    turn = config.labels or range(classes)
+    return [turn[k % len(turn)] for k in range(config.num)] if classes else None
+
+
+def sample(config: SampleConfig) -> None:
+    device = find_device(config.device)
+    if config.official:
+        net = read_official(config.official, PRESETS[config.preset]).to(device).eval().requires_grad_(False)
+        D, header = VPPrecond(net), {"latent_mean": None, "latent_std": None}
+    else:
+        D, header = load(config.source, config.sigma_rel, device)
+    net = D.net.config
+    guide = load(config.guide, config.guide_sigma_rel, device)[0] if config.guide else None
+    labels = choose_labels(config, net.num_classes - net.null_class)
+    require(not net.context_tokens, "no option gives text tokens: call the network with a context instead")
+    can_guide = guide is not None or net.null_class
+    require(config.guidance == 1 or can_guide, "guidance needs a guide, or a network with a null class")
+    calls = 2 * config.steps - 1 if config.sampler == "heun" else config.steps
+    images = []
+    with tqdm(total=config.num * calls, unit="call", unit_scale=True) as progress:
+        for start in range(0, config.num, config.batch_size):
+            part = slice(start, min(start + config.batch_size, config.num))
+            seeds = range(config.seed + part.start, config.seed + part.stop)
+            y = labels[part] if labels else None
+            images.append(draw(D, config, seeds, y, guide, progress))
+    save_images(config.out, np.concatenate(images), labels, config.seed, header)
+    print(config.out)
+
+
+if __name__ == "__main__":
+    cli(sample, SampleConfig, "Draw images with a trained U-ViT.")

@@ -1,0 +1,285 @@
+"""The mechanics of a run: what every training needs and no paper mentions.
+
+`cli` turns a config into a command. `Run` is called by name from each `train.py`'s loop: ranks and device,
+run folder, log, progress, checkpoints, resuming, signals. `validate` measures a denoiser.
+
+A run's folder is `config.json`, `log.jsonl`, `checkpoint.pt`, `snapshots/`, `samples/` and `loss.png`. Files
+are written beside and renamed, so a run killed at any moment leaves whole ones, and the same command resumes
+it. All randomness is a function of the seed and of the position in training, so the steps since the last
+checkpoint come out the same again.
+"""
+
+import contextlib
+import io
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import tyro
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from shared.check import require
+from shared.data import Dataset, batches
+from shared.diffusion import Denoiser, edm_loss
+from shared.files import write_whole
+
+MAX_SKIPPED = 10  # non-finite steps in a row that end a run
+VALIDATION_SIGMAS = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 20.0)
+
+
+class DivergedError(RuntimeError):
+    """Ten non-finite losses or gradients in a row."""
+
+
+def cli(main: Callable[[Any], None], options: Any, description: str) -> None:
+    """Run `main` on options parsed from the command line.
+
+    `options` is a config dataclass, or a dict of presets, its first one the default. Bad input is one line
+    on stderr and exit status 2; a run that diverged, one line and status 1.
+    """
+    presets = isinstance(options, dict)
+    kind = tyro.extras.subcommand_type_from_defaults(options) if presets else options
+    default = next(iter(options.values())) if presets else tyro.MISSING_NONPROP
+    config = (tyro.conf.CascadeSubcommandArgs,)  # a preset and its options in any order, or options alone
+    stderr = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(stderr):
+            parsed = tyro.cli(kind, description=description, default=default, config=config)
+        main(parsed)
+    except SystemExit as error:
+        if error.code == 2:  # tyro's box, of which the first section says it all
+            lines = [line.strip("│╭╰─╮╯ ") for line in stderr.getvalue().split("│ ───")[0].splitlines()]
+            sentence = re.sub(r"^Error parsing (?!--)\S+: ", "", " ".join(filter(None, lines[1:])))
+            print(f"{Path(sys.argv[0]).name}: {sentence}", file=sys.stderr)
+        raise
+    except (ValueError, DivergedError) as error:
+        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, ValueError) else 1)
+
+
+def find_device(name: str, local_rank: int = 0) -> torch.device:
+    """The device called `name`; `auto` is this rank's CUDA device where there is one, else the CPU."""
+    if name == "auto":
+        name = f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu"
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from None
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """What may change when a run is resumed; everything else is its recipe and may not."""
+
+    out: Path  # folder of the run; a run found there is resumed
+    duration: int  # images to train on
+    log_every: int  # images between lines of log.jsonl
+    sample_every: int  # images between sample grids and validation losses
+    snapshot_every: int  # images between snapshots of the averaged weights
+    checkpoint_every: int  # images between checkpoints to resume from
+    snapshot_precision: Literal["float32", "float16", "bfloat16"] = "float32"  # number format of snapshots
+    workers: int = 2  # batches read ahead, each by a thread; 0 reads in the training loop
+    device: str = "auto"  # torch device; auto: CUDA where there is one, else the CPU
+    compile: bool = False  # torch.compile the network: a minute or more at first, then faster steps
+
+    def __post_init__(self) -> None:
+        for name in ("duration", "log_every", "sample_every", "snapshot_every", "checkpoint_every"):
+            require(getattr(self, name) > 0, f"{name} is {getattr(self, name)}: it must be positive")
+        require(self.workers >= 0, f"workers is {self.workers}: it must not be negative")
+
+
+class Run:
+    """One process of a run, a context manager. `config` may change when it is resumed, `recipe`, JSON values,
+    may not. ValueError for a folder that holds something else, or a run of another recipe."""
+
+    def __init__(self, config: RunConfig, recipe: dict):
+        self.config, self.folder = config, config.out
+        self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        self.part = slice(self.rank, None, self.world)  # this rank's share of a global batch
+        self.device = find_device(config.device, int(os.environ.get("LOCAL_RANK", 0)))
+        self.nimg, self.losses, self.skipped = 0, [], 0
+        self.caught = self.signal = 0  # the signal that this rank got, and that all ranks agreed to stop on
+        recipe = json.loads(json.dumps(recipe, default=str))
+        if (self.folder / "config.json").exists():
+            try:
+                saved = json.loads((self.folder / "config.json").read_text())
+            except ValueError as error:
+                raise ValueError(f"{self.folder / 'config.json'} is truncated or not JSON") from error
+            for name, theirs, ours in differences(saved, recipe):
+                hint = "choose another --out, or the run's own value"
+                raise ValueError(f"{self.folder} holds a run with {name} {theirs}, not {ours}: {hint}")
+        else:
+            empty = not self.folder.exists() or (self.folder.is_dir() and not any(self.folder.iterdir()))
+            require(empty, f"{self.folder} exists and holds no run: choose another --out")
+        if self.world > 1:
+            dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
+            dist.barrier()  # every rank has looked at the folder before one writes to it
+        if self.rank == 0:
+            text = json.dumps(recipe, indent=1) + "\n"
+            write_whole(self.folder / "config.json", lambda file: file.write(text.encode()))
+
+    def __enter__(self) -> "Run":
+        self.handlers = {s: signal.signal(s, self._stop) for s in (signal.SIGTERM, signal.SIGINT)}
+        wait = 0.2 if sys.stderr.isatty() else 20  # seconds between updates; seldom, to a file
+        self.bar = tqdm(
+            total=self.config.duration, unit="img", unit_scale=True, mininterval=wait, disable=self.rank > 0
+        )
+        return self
+
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        self.bar.close()
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        if self.signal and kind is None:
+            print(f"stopped and saved at {self.nimg} images: the same command goes on", file=sys.stderr)
+            sys.exit(128 + self.signal)
+
+    def _stop(self, number: int, _: object) -> None:
+        self.caught = number
+        signal.signal(number, self.handlers[number])  # a second signal is not caught
+
+    def compile(self, net: nn.Module) -> Callable:
+        """`net`, compiled where asked for."""
+        if not self.config.compile:
+            return net
+        compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+        require(bool(compiler), "--compile needs a C++ compiler, g++ or clang++: there is none here")
+        return torch.compile(net)
+
+    # Position and randomness --------------------------------------------------------------------------------
+
+    def resume(self) -> dict | None:
+        """The state last given to `save`, on the CPU; None in a new run. Cuts the log back to that moment."""
+        path, state, size = self.folder / "checkpoint.pt", None, 0
+        if path.exists():
+            try:
+                state = torch.load(path, map_location="cpu", weights_only=True)
+                self.nimg, self.losses, self.skipped, size = state["run"]
+            except Exception as error:
+                raise ValueError(f"{path} is truncated or no checkpoint: delete it to start anew") from error
+        log = self.folder / "log.jsonl"
+        if self.rank == 0 and log.exists():
+            lines = log.read_bytes()[:size]
+            write_whole(log, lambda file: file.write(lines))
+        self.bar.update(self.nimg)
+        return state
+
+    def batches(
+        self, dataset: Dataset, batch_size: int, seed: int, flip: bool = False
+    ) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """This rank's part of each global batch, from where the run stands to its end or a signal: images
+        (B / world, C, H, W) and labels (B / world,) or None, on the device. Counts `nimg`."""
+        require(batch_size % self.world == 0, f"{self.world} ranks do not divide batch_size {batch_size}")
+        self.batch_size = batch_size
+        stream = batches(dataset, batch_size, seed, self.nimg, self.part, self.config.workers, flip)
+        while self.nimg < self.config.duration and not self.signal:
+            images, labels = next(stream)
+            images = torch.from_numpy(images).to(self.device)
+            labels = None if labels is None else torch.from_numpy(labels).to(self.device)
+            self.nimg += batch_size
+            yield images, labels
+            self.bar.update(batch_size)
+
+    def generator(self, seed: int) -> torch.Generator:
+        """Randomness of this step, the same on every rank: draw for the global batch and take `part` of it.
+        Dropout, which draws from the device's default stream, is seeded likewise, apart on each rank."""
+        torch.manual_seed(_mix(seed, self.nimg, self.rank + 1))
+        return torch.Generator(self.device).manual_seed(_mix(seed, self.nimg, 0))
+
+    def due(self, every: int) -> bool:
+        """Whether this step is the last, or reaches a multiple of `every` images."""
+        return self.nimg % every < self.batch_size or self.nimg >= self.config.duration
+
+    # What one step calls ------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def reduce(self, net: nn.Module, loss: Tensor) -> bool:
+        """Sum the loss and `net`'s gradients over ranks, in place; record the loss; agree on stopping.
+
+        False where loss or gradients are not finite: the step must be skipped, leaving weights, optimizer and
+        averages as they were. DivergedError after MAX_SKIPPED of these in a row.
+        """
+        grads = [p.grad for p in net.parameters() if p.grad is not None]
+        loss = loss.detach().float().reshape(1)
+        self.signal = self.caught
+        if self.world > 1:
+            stop = torch.full_like(loss, float(self.caught))
+            flat = torch.cat([loss, stop, *[grad.reshape(-1) for grad in grads]])
+            dist.all_reduce(flat)
+            loss, stop, *summed = flat.split([1, 1, *[grad.numel() for grad in grads]])
+            self.signal = self.caught or (signal.SIGTERM if stop > 0 else 0)
+            torch._foreach_copy_(grads, [s.view_as(grad) for s, grad in zip(summed, grads, strict=True)])
+        self.grad_norm = torch.nn.utils.get_total_norm(grads).item()
+        finite = math.isfinite(loss.item()) and math.isfinite(self.grad_norm)
+        self.skipped = 0 if finite else self.skipped + 1
+        self.losses.append(loss.item() if finite else None)
+        if self.skipped >= MAX_SKIPPED:
+            raise DivergedError(
+                f"loss or gradient was not finite in {MAX_SKIPPED} steps in a row, up to {self.nimg} images: "
+                f"look for a rising loss in {self.folder / 'log.jsonl'}, then lower lr or check the data"
+            )
+        return finite
+
+    def log(self, **values: Any) -> None:
+        """Add a line to log.jsonl: position, mean loss since the last line, gradient norm, steps skipped, and
+        `values`. No times: the log of a resumed run is that of an uninterrupted one."""
+        losses = [loss for loss in self.losses if loss is not None]
+        loss = sum(losses) / len(losses) if losses else None
+        grad_norm = self.grad_norm if math.isfinite(self.grad_norm) else None
+        skipped = len(self.losses) - len(losses)
+        line = {"nimg": self.nimg, "loss": loss, "grad_norm": grad_norm, "skipped": skipped}
+        self.losses = []
+        if self.rank == 0:
+            with open(self.folder / "log.jsonl", "ab", buffering=0) as file:  # one write, so one whole line
+                file.write((json.dumps(line | values) + "\n").encode())
+            self.bar.set_postfix(loss=loss)
+
+    def save(self, **state: Any) -> None:
+        """Write checkpoint.pt: this state, of tensors, numbers, strings, lists, dicts, and the run's own."""
+        log = self.folder / "log.jsonl"
+        size = log.stat().st_size if log.exists() else 0
+        own = (self.nimg, self.losses, self.skipped, size)
+        if self.rank == 0:
+            write_whole(self.folder / "checkpoint.pt", lambda file: torch.save(state | {"run": own}, file))
+
+
+def differences(saved: Any, ours: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(dotted field name, saved value, our value) of each leaf at which two JSON values differ."""
+    if isinstance(saved, dict) and isinstance(ours, dict):
+        for key in saved | ours:
+            yield from differences(saved.get(key), ours.get(key), f"{name}.{key}".lstrip("."))
+    elif saved != ours:
+        yield name, saved, ours
+
+
+@torch.no_grad()
+def validate(D: Denoiser, dataset: Dataset, device: torch.device, most: int = 512) -> dict[str, float]:
+    """EDM's weighted loss at each of VALIDATION_SIGMAS over the first `most` images, always under the same
+    noise: {sigma: loss}. Empty where there are no validation images."""
+    if len(dataset) == 0:
+        return {}
+    indices = np.arange(min(len(dataset), most))
+    images = torch.from_numpy(dataset.images(indices)).to(device)
+    labels = None if dataset.labels is None else torch.from_numpy(dataset.labels[indices]).to(device)
+    noise = torch.randn(images.shape, generator=torch.Generator().manual_seed(0)).to(device)
+    sigmas = {sigma: torch.full((len(images),), sigma, device=device) for sigma in VALIDATION_SIGMAS}
+    return {str(k): edm_loss(D, images, sigma, noise, labels).mean().item() for k, sigma in sigmas.items()}
+
+
+def _mix(*words: int) -> int:
+    """A 63-bit seed from several numbers, unrelated for neighbouring ones."""
+    return int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0] >> 1)

@@ -1,0 +1,104 @@
+"""What the repository promises its readers: small files, short functions, one-way imports, whole help."""
+
+import ast
+import io
+import re
+import subprocess
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+
+import pytest
+
+import minimal_uvit.sample
+import minimal_uvit.train
+from shared.run import cli
+
+ROOT = Path(__file__).parents[1]
+PROJECTS = ("minimal_uvit", "adm_unet", "edm2_mp_unet", "posthoc_ema")
+SOURCES = sorted(path for folder in ("shared", *PROJECTS) for path in (ROOT / folder).glob("*.py"))
+COMMANDS = {
+    "minimal_uvit/train.py": (minimal_uvit.train.train, minimal_uvit.train.PRESETS),
+    "minimal_uvit/sample.py": (minimal_uvit.sample.sample, minimal_uvit.sample.SampleConfig),
+}
+
+
+def test_shared_is_small():
+    assert sum(len(path.read_text().splitlines()) for path in (ROOT / "shared").glob("*.py")) <= 1000
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_a_file_reads_well(path):
+    tree = ast.parse(path.read_text())
+    if path.name == "__init__.py":
+        return
+    assert ast.get_docstring(tree), "a file opens with a docstring"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            assert node.end_lineno - node.lineno < 60 or node.name == "train", f"{node.name} is long"
+        if isinstance(node, ast.ImportFrom):
+            package = node.module.split(".")[0]
+            own = path.parent.name
+            allowed = {"shared", "posthoc_ema"} if own != "shared" else {"shared"}
+            assert package not in PROJECTS or package == own or package in allowed, f"imports {node.module}"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_option_has_a_sentence(command, monkeypatch):
+    main, options = COMMANDS[command]
+    help_text = run_cli(monkeypatch, command, main, options, "--help")[1]
+    help_text = re.sub(r"^.*options *$| *-{5,} *$", "", help_text, flags=re.MULTILINE)  # the groups' heads
+    parts = re.split(r"^  (?=--|-h|\[)", help_text.split("\nsubcommands")[0], flags=re.MULTILINE)[1:]
+    assert len(parts) > 15
+    for part in parts:
+        text = " ".join(part.split())
+        sentence = re.sub(r"^--?[\w.-]+(, --?[\w.-]+)*|\[[^\]]*\]+|\{[^}]*\}|\(default.*", "", text)
+        sentence = re.sub(r"\b[A-Z]{2,}\b", "", sentence)  # the kinds of values
+        assert len(sentence.split()) >= 2, f"no sentence in {text!r}"
+
+
+@pytest.mark.parametrize("command, arguments, sentence", [
+    ("minimal_uvit/train.py", "--lr x", "--lr: could not convert string to float: 'x'"),
+    ("minimal_uvit/train.py", "--lr -1", "lr is -1.0: it must be positive"),
+    ("minimal_uvit/train.py", "--net.width 0", "width and num_heads must be at least 1"),
+    ("minimal_uvit/train.py", "--net.long-skip.kappa 2", r"kappa is 2.0: it must be in \(0, 1\]"),
+    ("minimal_uvit/train.py", "--net.long-skip.kind scaled", "invalid choice 'scaled'"),
+    ("minimal_uvit/train.py", "--frobnicate 3", "Unrecognized options: --frobnicate"),
+    ("minimal_uvit/train.py", "cifar11", "Unrecognized options: cifar11"),
+    ("minimal_uvit/train.py", "--duration 0", "duration is 0: it must be positive"),
+    ("minimal_uvit/train.py", "--sigma-rels 0.05 0.3 --out {tmp}/r", r"sigma_rel is \[0.05 0.3 \]"),
+    ("minimal_uvit/train.py", "--device tpu --out {tmp}/r", "device 'tpu' cannot be used"),
+    ("minimal_uvit/train.py", "--data.source nowhere --out {tmp}/r", "nowhere"),
+    ("minimal_uvit/train.py", "--net.img-size 16 --out {tmp}/r", r"\(1, 8, 8\), but net takes \(1, 16, 16\)"),
+    ("minimal_uvit/train.py", "--net.num-classes 8 --out {tmp}/r", "net has 7 classes, but digits has 10"),
+    ("minimal_uvit/sample.py", "{tmp}/nothing", "nothing holds no snapshot"),
+    ("minimal_uvit/sample.py", "--num 0", "num is 0"),
+    ("minimal_uvit/sample.py", "--official {tmp}/x.pth --preset s3", "preset 's3' is unknown"),
+    ("minimal_uvit/sample.py", "--official {tmp}/x.pth", "x.pth"),
+    ("minimal_uvit/sample.py", "--steps 1.5", "--steps"),
+    ("minimal_uvit/sample.py", "--churn 1 --sampler dpmpp", "takes no churn"),
+])  # fmt: skip
+def test_bad_input_is_one_line(command, arguments, sentence, monkeypatch, tmp_path):
+    main, options = COMMANDS[command]
+    code, _, stderr = run_cli(monkeypatch, command, main, options, *arguments.format(tmp=tmp_path).split())
+    assert code == 2
+    assert re.search(sentence, stderr) and stderr.count("\n") == 1, stderr
+    assert not list(tmp_path.iterdir())
+
+
+def run_cli(monkeypatch, command: str, main, options, *arguments: str) -> tuple[int, str, str]:
+    """(exit status, stdout, stderr) of a command, in this process."""
+    monkeypatch.setattr(sys, "argv", [command, *arguments])
+    stdout, stderr = io.StringIO(), io.StringIO()
+    with redirect_stdout(stdout), redirect_stderr(stderr), pytest.raises(SystemExit) as end:
+        cli(main, options, "A command.")
+    return end.value.code, stdout.getvalue(), stderr.getvalue()
+
+
+def test_a_wrong_option_of_the_real_command():
+    result = subprocess.run(
+        [sys.executable, "minimal_uvit/train.py", "--lr", "nan"],
+        cwd=ROOT, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT), "PATH": ""}, check=False,
+    )  # fmt: skip
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == "train.py: lr is nan: it must be positive and finite\n"
