@@ -149,8 +149,9 @@ def draw(
 
     process = model.process()
     D = denoiser(counted(model.net), model.objective, process, low_res)
-    other = denoiser(guide.net, guide.objective, guide.process(), low_res) if guide else unlabelled(D)
-    D_w = guided(D, other, config.guidance)
+    other = guide or model
+    D_guide = denoiser(other.net, other.objective, other.process(), low_res)
+    D_w = guided(D, D_guide if guide else unlabelled(D_guide), config.guidance)
     with torch.no_grad():
         if config.sampler in SAMPLERS:
             if gradient is not None:

@@ -99,9 +99,9 @@ IMAGENET64, IMAGENET128, IMAGENET256, IMAGENET512, LSUN = (
 )
 DECAY = dict(lr=3e-4, weight_decay=0.05, anneal=True)  # of the released classifiers
 PRESETS: dict[str, TrainConfig] = {
-    "digits":          digits("digits", "runs/adm_unet", 192_000, lr=2e-3, label_dropout=0.1),
+    "digits":          digits("digits", "runs/adm_unet", 240_000, lr=2e-3, label_dropout=0.1),
     "superres":        digits("superres", "runs/adm_superres", 96_000, lr=2e-3, label_dropout=0.1),
-    "classifier":      digits("classifier", "runs/adm_classifier", 96_000, **DECAY),
+    "classifier":      digits("classifier", "runs/adm_classifier", 96_000, **DECAY | dict(lr=1e-3)),
     "imagenet64":      released("imagenet64", IMAGENET64, 540_000, 2048, "cosine", lr=3e-4),
     "imagenet128":     released("imagenet128", IMAGENET128, 4_360_000),
     "imagenet256":     released("imagenet256", IMAGENET256, 1_980_000),
