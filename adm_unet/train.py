@@ -9,8 +9,8 @@ arXiv:2206.00364v2; power-function EMA of EDM2, arXiv:2312.02696v2.
     python adm_unet/train.py --objective iddpm    # the papers' loss and learned variance
     torchrun --nproc_per_node 8 adm_unet/train.py imagenet64 --data.source imagenet64.zip
 
-Reading order: `TrainConfig`, `PRESETS`, `train`; the losses are in `tasks.py`. Ctrl-C saves and stops; the
-same command goes on.
+Reading order: `TrainConfig`, `PRESETS`, `draw`, `train`; losses are in `tasks.py`. Ctrl-C saves and stops;
+the same command goes on.
 
 Deviations: the objective is EDM's by default, so that the networks of this repository compare; `iddpm` is the
 papers'. Weights are averaged by power functions, not by an exponential, a classifier's too.
@@ -114,7 +114,7 @@ PRESETS: dict[str, TrainConfig] = {
     "classifier128":   released("classifier128", IMAGENET128, 300_000, **DECAY),
     "classifier256":   released("classifier256", IMAGENET256, 300_000, **DECAY),
     "classifier512":   released("classifier512", IMAGENET512, 300_000, **DECAY),
-}  # fmt: skip
+}
 
 
 def learning_rate(config: TrainConfig, nimg: int) -> float:
@@ -131,11 +131,26 @@ def check(config: TrainConfig, dataset: Dataset) -> None:
     require(classes in (0, had), f"net has {classes} classes, but {config.data.source} has {had}")
 
 
+def draw(config: TrainConfig, run: Run, sampler: LossSecondMoment, shape: tuple[int, ...]) -> tuple:
+    """This rank's part of a step's randomness, which is drawn for the global batch: noise levels, weights of
+    losses, noise (B, *shape) and the labels to keep; (B,) each."""
+    B, options = config.batch_size, dict(generator=run.generator(config.seed), device=run.device)
+    weight = torch.ones(B, device=run.device)
+    if config.kind == "edm":
+        level = log_normal_sigma(torch.randn(B, **options), config.P_mean, config.P_std)
+    else:  # steps, on the host, where the tables of the process are
+        level, weights = sampler.draw(torch.rand(B, **options).cpu().numpy())
+        weight = torch.from_numpy(weights).to(weight)
+    noise = torch.randn(B, *shape, **options)
+    keep = torch.rand(B, **options) >= config.label_dropout
+    return level[run.part], weight[run.part], noise[run.part], keep[run.part]
+
+
 def train(config: TrainConfig) -> None:
+    """Train, or go on training, what `config` says. ValueError for what cannot work; DivergedError."""
     train_set, validation_set = load_data(config.data)
     check(config, train_set)
-    kind = config.kind
-    learned = kind not in ("edm", "simple", "classifier")  # the losses that teach a variance
+    learned = config.kind not in ("edm", "simple", "classifier")  # the losses that teach a variance
     process = make_process(config.schedule, config.num_steps, "learned" if learned else "large")
     config = replace(config, net=replace(config.net, learn_sigma=learned))
     recipe = asdict(config)
@@ -157,44 +172,32 @@ def train(config: TrainConfig) -> None:
 
         compiled = run.compile(net)
         header = {
-            "network": "adm_unet", "config": recipe["net"], "objective": kind, "schedule": config.schedule,
-            "num_steps": config.num_steps,
+            "network": "adm_unet", "config": recipe["net"], "objective": config.kind,
+            "schedule": config.schedule, "num_steps": config.num_steps,
             "latent_mean": train_set.latent_mean, "latent_std": train_set.latent_std,
-        }  # fmt: skip
+        }
         autocast = torch.autocast(run.device.type, torch.bfloat16, enabled=config.precision == "bfloat16")
-        look = (config.net, kind, process, validation_set)
+        task = (config.net, config.kind, process)
 
         for images, labels in run.batches(train_set, config.batch_size, config.seed, config.data.flip):
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(config, run.nimg)
 
-            # Randomness of the global batch, of which each rank takes its part.
-            draw = dict(generator=run.generator(config.seed), device=run.device)
-            B, shape = config.batch_size, images.shape[1:]
-            weight = torch.ones(len(images), device=run.device)
-            if kind == "edm":
-                level = log_normal_sigma(torch.randn(B, **draw), config.P_mean, config.P_std)[run.part]
-            else:
-                level, w = sampler.draw(torch.rand(B, **draw).cpu().numpy()[run.part])
-                weight = weight * torch.from_numpy(w).to(weight)
-            noise = torch.randn(B, *shape, **draw)[run.part]                   # B/ranks C H W
+            level, weight, noise, keep = draw(config, run, sampler, images.shape[1:])
             if not config.net.num_classes:
                 labels = None
             elif config.label_dropout:
-                keep = torch.rand(B, **draw)[run.part] >= config.label_dropout
                 labels = labels.where(keep, config.net.num_classes - 1)
 
             losses = torch.zeros(len(images), device=run.device)
             for k in range(config.accumulate):
                 part = slice(k, None, config.accumulate)
+                y = None if labels is None else labels[part]
                 with autocast:
-                    y = None if labels is None else labels[part]
-                    loss = training_loss(
-                        compiled, config.net, kind, process, images[part], y, level[part], noise[part]
-                    )
-                ((loss * weight[part]).sum() / B).backward()
+                    loss = training_loss(compiled, *task, images[part], y, level[part], noise[part])
+                ((loss * weight[part]).sum() / config.batch_size).backward()
                 losses[part] = loss.detach().float()
-            if run.reduce(net, (losses * weight).sum() / B):
+            if run.reduce(net, (losses * weight).sum() / config.batch_size):
                 optimizer.step()
                 ema.update(run.nimg)
                 if config.importance:
@@ -203,8 +206,8 @@ def train(config: TrainConfig) -> None:
 
             if run.due(config.run.sample_every):
                 averaged.load_state_dict(ema.weights(config.sigma_rels[0]))
-                run.log(validation=validation(averaged, *look, run.device))
-                picture(run, averaged, *look)
+                run.log(validation=validation(averaged, *task, validation_set, run.device))
+                picture(run, averaged, *task, validation_set)
             elif run.due(config.run.log_every):
                 run.log()
             if run.due(config.run.snapshot_every) and run.rank == 0:

@@ -140,7 +140,7 @@ def test_shrinking_is_a_mean():
 
 def test_noise_predictor_undoes_the_denoiser():
     process = make_process("cosine", 40, "small", "8")
-    net = lambda x, timesteps, labels: 0.3 * x.sin() + timesteps[:, None, None, None] / 1000  # noqa: E731
+    net = lambda x, timesteps, labels: 0.3 * x.sin() + timesteps[:, None, None, None] / 1000
     again = noise_predictor(process.denoiser(net), process)
     x, t = torch.randn(8, 1, 2, 2, dtype=torch.float64), torch.from_numpy(process.times)
     torch.testing.assert_close(again(x, t), net(x, t, None))
@@ -149,7 +149,7 @@ def test_noise_predictor_undoes_the_denoiser():
 
 def test_classifier_gradient_closed_form():
     """Two logits, 0 and x: log p(1 | x) = -log(1 + exp(-x)), whose slope is 1 / (1 + exp(x))."""
-    classifier = lambda x, t: torch.stack([x[:, 0, 0, 0] * 0, x[:, 0, 0, 0]], dim=1)  # noqa: E731
+    classifier = lambda x, t: torch.stack([x[:, 0, 0, 0] * 0, x[:, 0, 0, 0]], dim=1)
     x = torch.tensor([-1.0, 0.5])[:, None, None, None]
     gradient = classifier_gradient(classifier, torch.tensor([1, 0]), scale=2.0)(x, torch.zeros(2))
     expected = [2 / (1 + np.exp(-1)), -2 * (1 - 1 / (1 + np.exp(0.5)))]
