@@ -17,10 +17,10 @@ from typing import Literal
 
 import numpy as np
 import torch
-from adm_unet.model import ADMConfig, ADMUNet
 from torch import Tensor, nn
 from tqdm import trange
 
+from adm_unet.model import ADMConfig, ADMUNet
 from edm2_mp_unet.model import Denoiser, EDM2Config
 from shared.check import require
 from shared.data import DataConfig, load_data
