@@ -9,6 +9,7 @@ import pytest
 import torch
 from golden_cases import MATH
 
+import edm2_mp_unet.train as edm2_train
 from edm2_mp_unet.model import PRESETS as NETWORKS
 from edm2_mp_unet.model import Denoiser, EDM2Config, MPConv
 from edm2_mp_unet.sample import SampleConfig, choose_labels, draw, load, sample
@@ -24,6 +25,13 @@ def tiny(out: Path, duration: int = 192, **changes) -> TrainConfig:
     run = RunConfig(out, duration, 32, 192, 96, 96, workers=0)
     changes = {"label_dropout": 0.1, "batch_size": 32, "warmup": 64} | changes
     return TrainConfig(changes.pop("net", NET), run, **changes)
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """No validation and no samples, which take longer than training a few steps."""
+    monkeypatch.setattr(edm2_train, "validate", lambda *args: {})
+    monkeypatch.setattr(edm2_train, "picture", lambda *args: None)
 
 
 def log(out: Path) -> list[dict]:
@@ -76,15 +84,24 @@ def test_uncertainty_loss_closed_form():
     torch.testing.assert_close(uncertainty_loss(known, images, sigma, noise, labels), 1 + plain.log())
 
 
-def test_a_run(tmp_path):
-    """Every file of a run; stopping and going on changes no bit; its snapshots are sampled."""
-    train(tiny(tmp_path / "whole"))
-    lines = log(tmp_path / "whole")
-    assert [line["nimg"] for line in lines] == list(range(32, 193, 32))
+def test_files_of_a_run(tmp_path):
+    train(tiny(tmp_path, duration=64))
+    lines = log(tmp_path)
+    assert [line["nimg"] for line in lines] == [32, 64]
     assert len(lines[-1]["validation"]) == 9
-    for name in ("config.json", "checkpoint.pt", "loss.png", "samples/000000192.png"):
-        assert (tmp_path / "whole" / name).exists()
+    for name in ("config.json", "checkpoint.pt", "loss.png", "samples/000000064.png"):
+        assert (tmp_path / name).exists()
 
+
+def test_unconditional_run(tmp_path):
+    """Data with labels, a network without: trained, validated and drawn without them."""
+    train(tiny(tmp_path, duration=32, net=replace(NET, num_classes=0), label_dropout=0.0))
+    assert len(log(tmp_path)[-1]["validation"]) == 9
+
+
+def test_resuming_and_sampling(tmp_path, quick):
+    """Stopping and going on changes no bit; snapshots are sampled."""
+    train(tiny(tmp_path / "whole"))
     train(tiny(tmp_path / "halves", duration=96))
     train(tiny(tmp_path / "halves"))
     whole, halves = (
@@ -104,13 +121,13 @@ def test_a_run(tmp_path):
     dict(objective="edm"), dict(precision="bfloat16"), dict(precision="float16", loss_scale=100.0),
     dict(net=replace(NET, num_classes=0), label_dropout=0.0), dict(accumulate=4),
 ])  # fmt: skip
-def test_options_train(tmp_path, changes):
+def test_options_train(tmp_path, quick, changes):
     train(tiny(tmp_path / "run", duration=96, **changes))
     lines = log(tmp_path / "run")
     assert all(np.isfinite(line["loss"]) and line["skipped"] == 0 for line in lines)
 
 
-def test_loss_scale_and_accumulation_change_nothing(tmp_path):
+def test_loss_scale_and_accumulation_change_nothing(tmp_path, quick):
     weights = []
     for name, changes in (("a", {}), ("b", dict(loss_scale=1024.0)), ("c", dict(accumulate=4))):
         train(tiny(tmp_path / name, duration=96, **changes))
@@ -120,7 +137,7 @@ def test_loss_scale_and_accumulation_change_nothing(tmp_path):
         torch.testing.assert_close(weights[2][key], weight, rtol=1e-2, atol=1e-2)
 
 
-def test_a_bad_step_changes_nothing(tmp_path, monkeypatch):
+def test_a_bad_step_changes_nothing(tmp_path, monkeypatch, quick):
     """Gradients that are not finite are skipped: weights stay as they were, but for their normalization."""
     seen = []
     reduce = Run.reduce
@@ -159,7 +176,7 @@ def test_guidance():
         np.testing.assert_allclose(out, expected.numpy(), rtol=1e-4, atol=1e-4)
 
 
-def test_sampling_refuses(tmp_path):
+def test_sampling_refuses(tmp_path, quick):
     train(tiny(tmp_path / "run", duration=96, label_dropout=0.0))
     train(tiny(tmp_path / "other", duration=96, net=replace(NET, num_classes=0), label_dropout=0.0))
     run, other = tmp_path / "run", tmp_path / "other"
