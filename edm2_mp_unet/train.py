@@ -63,9 +63,8 @@ class TrainConfig:
         sigma_rel_to_gamma(self.sigma_rels)  # refuses lengths that no average has
         require(all(0 <= beta < 1 for beta in self.betas), f"betas are {self.betas}: they must be in [0, 1)")
         require(min(self.decay, self.warmup) >= 0, "decay and warmup must not be negative")
-        require(self.P_std > 0, f"P_std is {self.P_std}: it must be positive")
+        require(min(self.P_std, self.loss_scale) > 0, "P_std and loss_scale must be positive")
         require(self.seed >= 0, f"seed is {self.seed}: it must not be negative")
-        require(self.loss_scale > 0, f"loss_scale is {self.loss_scale}: it must be positive")
         require(0 <= self.label_dropout < 1, f"label_dropout is {self.label_dropout}: it must be in [0, 1)")
         require(not self.label_dropout or self.net.num_classes, "label_dropout needs a net with classes")
         require(self.batch_size > 0 and self.accumulate > 0, "batch_size and accumulate must be positive")

@@ -55,7 +55,7 @@ def start(files: Sequence[dict[str, Tensor]], M: int, dtype: torch.dtype) -> tup
         if value.is_floating_point() and not same:
             sums[name] = torch.zeros(M, *value.shape, dtype=dtype)
         else:
-            copies[name] = torch.stack([value] * M)
+            copies[name] = torch.stack([value.to(dtype) if value.is_floating_point() else value] * M)
     return sums, copies
 
 
@@ -141,12 +141,12 @@ def is_there(path: Path, header: dict) -> bool:
 
 
 def main(options: Options) -> None:
-    lengths = parse_lengths(options.sigma_rel)
+    lengths, out = parse_lengths(options.sigma_rel), options.out or options.folder / "reconstructed"
+    require(not out.exists() or out.is_dir(), f"out {out} is not a folder")
     plan = make_plan(options.folder, lengths, options.nimg)
     print(plan.table(), flush=True)
     for sentence in plan.warnings():
         print(f"warning: {sentence}", file=sys.stderr)
-    out = options.out or options.folder / "reconstructed"
     paths = [snapshot_path(out, plan.snapshots[-1].nimg, length) for length in lengths]
     require(len(set(paths)) == len(paths), "--sigma-rel: files tell lengths apart by three decimals only")
     headers = [plan.header(m) | {"precision": options.precision} for m in range(len(lengths))]

@@ -112,11 +112,15 @@ def sweep(options: Options) -> None:
     plan = make_plan(options.run, lengths, options.nimg)
     for sentence in plan.warnings():
         print(f"warning: {sentence}", file=sys.stderr)
-    build = import_module(f"{plan.header(0)['network']}.sample").build
+    header = plan.header(0)
+    build = import_module(f"{header['network']}.sample").build
+    if not header["config"]["num_classes"]:  # an unconditional network, whatever the images have
+        train.labels = validation.labels = None
     real = train.images(np.arange(min(len(train), 10_000))).reshape(-1, size) if options.samples else None
 
     out = options.out or options.run / "sweep"
-    settings = {"snapshots": plan.header(0)["reconstructed"]}
+    require(not out.exists() or out.is_dir(), f"out {out} is not a folder")
+    settings = {"snapshots": header["reconstructed"]}
     settings |= {name: getattr(options, name) for name in ("samples", "steps", "seed")}
     rows = read_rows(out / "sweep.json", settings)
     todo = [m for m, sigma_rel in enumerate(lengths) if sigma_rel not in rows]
@@ -167,11 +171,13 @@ def table(rows: list[dict]) -> str:
 
 
 def plot(path: Path, rows: list[dict], tracked: list[float]) -> None:
-    """Each measure against sigma_rel, its best marked; the tracked lengths are dotted."""
+    """Each measure against sigma_rel, its best marked by a dot; crosses are lengths whose profile is more
+    than 5 % off, dotted lines the tracked ones."""
     from matplotlib import colormaps  # slow to import
     from matplotlib.figure import Figure
 
-    x, columns = [row["sigma_rel"] for row in rows], measures(rows)
+    x, columns = np.array([row["sigma_rel"] for row in rows]), measures(rows)
+    far = np.array([row["profile_error"] > 0.05 for row in rows])
     levels = {name: values / values.min() for name, values in columns.items() if name.startswith("sigma ")}
     panels = {name: {name: values} for name, values in columns.items() if name not in levels}
     panels |= {"loss at each noise level, over its best": levels} if levels else {}
@@ -182,9 +188,9 @@ def plot(path: Path, rows: list[dict], tracked: list[float]) -> None:
             best, color = values.argmin(), colormaps["viridis"](k / len(curves))
             axes.plot(x, values, color=color, label=name)
             axes.plot(x[best], values[best], "o", color=color)
+            axes.plot(x[far], values[far], "x", color=color, markersize=4)
             if len(curves) == 1:
-                text, place = f"{values[best]:.4g} at {x[best]:.3f}", (x[best], values[best])
-                axes.annotate(text, place, (0, 9), textcoords="offset points", ha="center")
+                title += f": best {values[best]:.4g}, at {x[best]:.3f}"
         for sigma_rel in tracked:
             axes.axvline(sigma_rel, color="gray", linewidth=0.8, linestyle=":")
         axes.set(xlabel="sigma_rel", title=title)
