@@ -329,7 +329,7 @@ def test_image_size(tmp_path):
     array = RNG.integers(0, 256, (12, 10, 3), np.uint8)
     np.save(tmp_path / "f" / "3.npy", array.transpose(2, 0, 1))
     train, _ = load_data(DataConfig(source, image_size=4))
-    expected = np.stack([adm_crop(Image.fromarray(image), 4) for image in [*images.values(), array]])
+    expected = np.stack([center_crop_and_resize(image, 4) for image in [*images.values(), array]])
     np.testing.assert_array_equal(everything(train), scaled(expected))
     np.savez(tmp_path / "a.npz", images=array[None].repeat(2, 0))
     train, _ = load_data(DataConfig(str(tmp_path / "a.npz"), image_size=4))
