@@ -34,9 +34,9 @@ KINDS = ("activations", "weights", "gradients")
 @dataclass(frozen=True)
 class Options:
     networks: tuple[Literal["adm", "edm2"], ...] = ("adm", "edm2")  # what to train
-    steps: int = 1000  # training steps of each
+    steps: int = 500  # training steps of each
     batch_size: int = 64  # images of a step
-    every: int = 20  # steps between measurements
+    every: int = 10  # steps between measurements
     channels: int = 32  # width of both networks at the full resolution; twice that at the lower one
     seed: int = 0  # seed of weights, images and noise
     out: Path = Path("docs/magnitudes.png")  # the figure; its numbers go beside it, as .json
@@ -119,7 +119,7 @@ def plot(options: Options, histories: dict[str, dict]) -> None:
         low = min(axis.get_ylim()[0] for axis in column)
         high = max(axis.get_ylim()[1] for axis in column)
         for axis in column:
-            axis.set_ylim(low, high)
+            axis.set_ylim(low / 1.2, high * 1.2)
     write_whole(options.out, lambda file: figure.savefig(file, format="png", dpi=120))
 
 
