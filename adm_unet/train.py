@@ -97,8 +97,8 @@ def digits(net: str, out: str, duration: int, **others) -> TrainConfig:
 
 DECAY = dict(lr=3e-4, weight_decay=0.05, anneal=True)  # of the released classifiers
 PRESETS: dict[str, TrainConfig] = {
-    "digits":          digits("digits", "runs/adm_unet", 144_000, lr=2e-3, label_dropout=0.1),
-    "superres":        digits("superres", "runs/adm_superres", 96_000, lr=2e-3, label_dropout=0.1),
+    "digits":          digits("digits", "runs/adm_unet", 96_000, lr=2e-3, label_dropout=0.1),
+    "superres":        digits("superres", "runs/adm_superres", 48_000, lr=2e-3, label_dropout=0.1),
     "classifier":      digits("classifier", "runs/adm_classifier", 96_000, **DECAY | dict(lr=1e-3)),
     "imagenet64":      released("imagenet64", "imagenet64.zip", 540_000, 2048, "cosine", lr=3e-4),
     "imagenet128":     released("imagenet128", "imagenet128.zip", 4_360_000),
