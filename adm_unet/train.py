@@ -87,9 +87,8 @@ def released(
     net: str, data: str, steps: int, batch_size: int = 256, schedule: Schedule = "linear", **others
 ) -> TrainConfig:
     """A released configuration; a log line every 100 steps, 64 samples and 32 snapshots over its length."""
-    nimg = steps * batch_size
+    nimg, data = steps * batch_size, DataConfig(data, flip=True)
     run = RunConfig(Path(f"runs/{net}"), nimg, 100 * batch_size, nimg // 64, nimg // 32, nimg // 64)
-    data = DataConfig(data, flip=True)
     return TrainConfig(NETWORKS[net], run, data, schedule=schedule, batch_size=batch_size, **others)
 
 
