@@ -10,6 +10,7 @@ import torch
 from golden_cases import MATH
 
 import edm2_mp_unet.train as edm2_train
+from benchmarks.magnitudes import Options, measure, rms
 from edm2_mp_unet.model import PRESETS as NETWORKS
 from edm2_mp_unet.model import Denoiser, EDM2Config, MPConv
 from edm2_mp_unet.sample import SampleConfig, choose_labels, draw, load, sample
@@ -191,3 +192,15 @@ def test_sampling_refuses(tmp_path, quick):
         with pytest.raises(ValueError, match=sentence):
             sample(config)
     assert choose_labels(SampleConfig(num=3), 2) == [0, 1, 0]
+
+
+def test_magnitudes_over_training():
+    """What the README's figure measures: EDM2's weights keep magnitude 1, at all levels, at all times."""
+    history = measure(Options(networks=("edm2",), steps=4, every=2, batch_size=8), "edm2")
+    levels = {"encoder 8x8", "encoder 4x4", "decoder 4x4", "decoder 8x8"}
+    for kind in ("activations", "weights", "gradients"):
+        assert history[kind].keys() == levels
+        assert all(len(values) == 2 for values in history[kind].values())
+    for values in history["weights"].values():
+        assert values == pytest.approx([1, 1], abs=1e-3)
+    assert rms([torch.ones(3), 3 * torch.ones(1)]) == pytest.approx(3**0.5)
