@@ -101,7 +101,7 @@ class IDDPM:
     def __init__(
         self, betas: NDArray[np.float64], steps: Sequence[int] | None = None,
         variance: Literal["learned", "large", "small"] = "learned", rescale: bool = False,
-    ):  # fmt: skip
+    ):
         fits = len(betas) > 0 and betas.min() > 0 and betas.max() < 1
         require(fits, f"a beta of a schedule of {len(betas)} steps is not between 0 and 1: take more steps")
         fits = variance in ("learned", "large", "small")
@@ -181,13 +181,13 @@ Objective = Literal["simple", "hybrid", "rescaled_hybrid", "vlb", "rescaled_vlb"
 OBJECTIVES: dict[Objective, Callable[[int], tuple[float, float]]] = {
     "simple": lambda N: (1, 0), "hybrid": lambda N: (1, 1), "rescaled_hybrid": lambda N: (1, N / 1000),
     "vlb": lambda N: (0, 1), "rescaled_vlb": lambda N: (0, N),
-}  # fmt: skip
+}
 
 
 def losses(
     process: IDDPM, net: Net, x_0: Array, t: NDArray[np.int64], noise: Array, labels: Array | None = None,
     objective: Objective = "hybrid",
-) -> dict[str, Array]:  # fmt: skip
+) -> dict[str, Array]:
     """`loss`, and the `mse` and `vlb` that it is made of, one value an image each: (B,).
 
     In a hybrid, L_vlb teaches the variance only: ValueError where that is fixed.
@@ -241,7 +241,7 @@ def guided_mean(mu: Array, log_var: Array, gradient: Array) -> Array:
 def ancestral(
     process: IDDPM, net: Net, x: Array, noise: Noise, labels: Array | None = None, clip: bool = True,
     gradient: Gradient | None = None, at_mean: bool = False,
-) -> Array:  # fmt: skip
+) -> Array:
     """Images of noise x, by one call of the network a step; `gradient` guides, at x_t or `at_mean`."""
     for k, t in enumerate(reversed(range(len(process)))):
         mu, log_var, _ = process.back(*process.call(net, x, t, labels), x, t, clip)
@@ -256,7 +256,7 @@ def ancestral(
 def ddim(
     process: IDDPM, net: Net, x: Array, noise: Noise | None = None, labels: Array | None = None,
     clip: bool = True, gradient: Gradient | None = None, eta: float = 0.0,
-) -> Array:  # fmt: skip
+) -> Array:
     """As `ancestral`; eta = 0 is deterministic, 1 is as random as ancestral sampling with small variances."""
     require(eta == 0 or noise is not None, "eta needs noise, the noise to add")
     for k, t in enumerate(reversed(range(len(process)))):

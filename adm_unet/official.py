@@ -21,11 +21,11 @@ FIELDS = {
     "use_scale_shift_norm": "scale_shift_norm", "resblock_updown": "resblock_updown",
     "conv_resample": "conv_resample", "use_new_attention_order": "qkv_first",
     "use_checkpoint": "checkpointing",
-}  # fmt: skip
+}
 OTHERS = {
     "model", "name", "out_channels", "attention_resolutions", "channel_mult", "num_classes", "pool",
     "num_head_channels", "num_heads_upsample", "use_fp16", "dims",
-}  # fmt: skip
+}
 DEFAULTS = dict(channel_mult=(1, 2, 4, 8), num_heads=1, use_scale_shift_norm=False, resblock_updown=False)
 
 # Released names of a residual block's, attention's, plain resampling's and the pool's parts, and ours.
@@ -34,7 +34,7 @@ PARTS = (
     (r"out_layers\.0\.", "norm2."), (r"out_layers\.3\.", "conv2."), (r"skip_connection\.", "shortcut."),
     (r"proj_out\.", "proj."), (r"qkv_proj\.", "qkv."), (r"c_proj\.", "proj."), (r"\.op\.", ".conv."),
     ("positional_embedding", "pos_embed"),
-)  # fmt: skip
+)
 
 
 def official_config(config: dict) -> ADMConfig:
@@ -108,7 +108,7 @@ def out(rest: list[str], config: ADMConfig) -> list[str]:
 STAGES = {
     "label_emb": lambda rest, config: ["label_embed", *rest], "input_blocks": input_blocks,
     "middle_block": middle_block, "output_blocks": output_blocks, "out": out,
-}  # fmt: skip
+}
 
 
 def load_official(config: dict, state_dict: dict[str, Tensor]) -> Encoder:

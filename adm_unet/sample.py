@@ -140,7 +140,7 @@ def draw(
     model: Model, config: SampleConfig, seeds: Sequence[int], labels: Sequence[int] | None,
     low_res: Tensor | None = None, guide: Model | None = None, classifier: Model | None = None,
     progress: tqdm | None = None,
-) -> np.ndarray:  # fmt: skip
+) -> np.ndarray:
     """One batch: images float32 (B, C, H, W), unclipped, of the given seeds, labels and small images."""
     net, device = model.net.config, next(model.net.parameters()).device
     shape = (net.in_channels, net.img_size, net.img_size)

@@ -51,7 +51,7 @@ def beside(net: Callable, low_res: Tensor | None) -> Net:
 def training_loss(
     net: Callable, config: ADMConfig, objective: str, process: IDDPM,
     images: Tensor, labels: Tensor | None, level: Tensor | np.ndarray, noise: Tensor,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """One value an image: (B,)."""
     if config.pool:
         x_t = process.noisy(images, level, noise)

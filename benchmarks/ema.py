@@ -60,7 +60,7 @@ def compare_updates(name: str, net: nn.Module, rounds: int) -> None:
     loop, ours = (np.array(seconds[way][1:]) for way in ways)  # the first warms up
     count = sum(p.numel() for p in net.parameters()) / 1e6
     print(f"  {name}, {len(ema.params)} tensors, {count:.1f} M: {np.median(loop) * 1e3:.1f} ms in a loop, "
-          f"{np.median(ours) * 1e3:.1f} ms, {np.median(loop / ours):.1f} times as fast")  # fmt: skip
+          f"{np.median(ours) * 1e3:.1f} ms, {np.median(loop / ours):.1f} times as fast")
 
 
 # Reconstruction ---------------------------------------------------------------------------------------------
@@ -106,7 +106,7 @@ def compare_reconstructions(options: Options, precision: str, folder: Path) -> N
     (whole, more), (ours, less) = np.median(figures[1:], axis=0)  # the first fills the page cache
     ratio = np.median([pair[0][0] / pair[1][0] for pair in figures[1:]])
     print(f"  {precision}: {whole:.1f} s, {more:.0f} MB to load whole and add; {ours:.1f} s, {less:.0f} MB: "
-          f"{ratio:.1f} times as fast, {more / less:.1f} times less memory")  # fmt: skip
+          f"{ratio:.1f} times as fast, {more / less:.1f} times less memory")
 
 
 def main(options: Options) -> None:
@@ -117,7 +117,7 @@ def main(options: Options) -> None:
     compare_updates("U-ViT S/2", UViT(PRESETS["s2_cifar10"]), 10 * options.rounds)
     millions = options.weights / 1e6
     print(f"{len(LENGTHS)} lengths from {options.snapshots} snapshots of {millions:.1f} M weights, outputs "
-          f"of {len(LENGTHS) * millions * 4:.0f} MB")  # fmt: skip
+          f"of {len(LENGTHS) * millions * 4:.0f} MB")
     for precision in ("float32", "float16"):
         with tempfile.TemporaryDirectory() as folder:
             compare_reconstructions(options, precision, Path(folder))

@@ -179,7 +179,7 @@ class Block(nn.Module):
     def __init__(
         self, config: EDM2Config, E: int, flavor: Literal["enc", "dec"], in_channels: int, out_channels: int,
         skip_channels: int = 0, mode: Literal["keep", "down", "up"] = "keep", attention: bool = False,
-    ):  # fmt: skip
+    ):
         super().__init__()
         self.config, self.flavor, self.mode, self.takes_skip = config, flavor, mode, skip_channels > 0
         in_channels += skip_channels

@@ -26,7 +26,7 @@ FIELDS = {
     "concat_balance": "concat_balance", "resample_filter": "resample_filter",
     "channels_per_head": "channels_per_head", "dropout": "dropout", "res_balance": "res_balance",
     "attn_balance": "attn_balance", "clip_act": "clip_act", "model": None,
-}  # fmt: skip
+}
 
 # The constructor's defaults that our config does not share.
 DEFAULTS = dict(model_channels=192, channel_mult=[1, 2, 3, 4], num_blocks=3, attn_resolutions=[16, 8])
@@ -62,7 +62,7 @@ def official_name(name: str, config: EDM2Config) -> str:
     for theirs, ours in (
         ("unet.out_conv", "unet.conv_out"), ("unet.out_gain", "unet.conv_out.gain"),
         (".emb_gain", ".emb_linear.gain"),
-    ):  # fmt: skip
+    ):
         name = name.replace(theirs, ours)
     return name
 

@@ -99,7 +99,7 @@ PRESETS: dict[str, TrainConfig] = {
     "edm2_img64_m":    img64("edm2_img64_m",     2048, 0.0090),
     "edm2_img64_l":    img64("edm2_img64_l",     1024, 0.0080),
     "edm2_img64_xl":   img64("edm2_img64_xl",    640,  0.0070),
-}  # fmt: skip
+}
 
 
 # Inverse-square-root decay, Eq. 67, after a linear ramp-up: normalized weights do not anneal by growing.

@@ -59,7 +59,7 @@ def test_golden(name, checkpointing):
     ("uncond256", "adm-256-uncond"), ("imagenet512", "adm-512"), ("superres64_256", "adm-64-256-upsampler"),
     ("classifier64", "adm-classifier-64"), ("classifier128", "adm-classifier-128"),
     ("classifier256", "adm-classifier-256"), ("classifier512", "adm-classifier-512"),
-])  # fmt: skip
+])
 def test_released_sizes(preset, row):
     with torch.device("meta"):
         assert sum(p.numel() for p in build(PRESETS[preset]).parameters()) == SIZES[row]["parameters"]
@@ -76,7 +76,7 @@ def test_config_says_which_network():
     replace(TINY, scale_shift_norm=False, depth=2), replace(TINY, qkv_first=True),
     replace(TINY, channels=64, channel_mult=(0.5, 1, 1.5), learn_sigma=True),
     replace(TINY, num_heads=4, num_heads_up=2, attn_resolutions=(8, 4)),
-])  # fmt: skip
+])
 def test_every_parameter_learns(config):
     net = randomized(config)
     out = net(*inputs(net))
@@ -184,7 +184,7 @@ def test_one_graph():
     (dict(low_res=-4), "low_res is -4: the least is 0"),
     (dict(dropout=1.0), r"dropout is 1.0: it must be in \[0, 1\)"), (dict(null_class=True), "null_class"),
     (dict(pool="max"), "pool is 'max': it must be one of"), (dict(pool="spatial"), "a classifier need"),
-])  # fmt: skip
+])
 def test_impossible_configs(change, sentence):
     with pytest.raises(ValueError, match=sentence):
         replace(TINY, **change)
@@ -207,7 +207,7 @@ def test_impossible_inputs():
         (labelled, (x, t, torch.tensor([-1, 0])), r"-1\.\.0 not in"),
         (superres, (x, t, x[:1]), r"low_res is \(1, 3, 8, 8\).*\(2, 3, 8, 8\)"),
         (superres, (x, t, x[:, :1]), "low_res"), (superres, (x, t, x[0]), "low_res"),
-    ]  # fmt: skip
+    ]
     for net, args, sentence in calls:
         with pytest.raises(ValueError, match=sentence):
             net(*args)
@@ -226,7 +226,7 @@ def test_official_weights_must_fit():
 @pytest.mark.parametrize("change, sentence", [
     (dict(with_dropout=1), "no argument with_dropout"), (dict(dims=3), "dims is 3"),
     (dict(out_channels=4), "out_channels is 4: it must be 3 or 6"), (dict(model="unet"), "model is 'unet'"),
-])  # fmt: skip
+])
 def test_official_config_must_fit(change, sentence):
     with pytest.raises(ValueError, match=sentence):
         official_config(load_case("adm_updown").meta["config"] | change)

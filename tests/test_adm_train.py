@@ -73,7 +73,7 @@ def test_a_run_goes_on_with_its_importance(tmp_path):
     ("iddpm", dict(sampler="dpmpp", labels=(3,))),
     ("iddpm", dict(sampler="ancestral", clip=False)),
     ("iddpm", dict(sampler="ancestral", guidance=2.0)),
-])  # fmt: skip
+])
 def test_samplers(runs, tmp_path, run, options):
     """An image depends on its seed and label alone, whatever its batch."""
     config = SampleConfig(runs[run], tmp_path / "a.npz", num=5, steps=3, respacing="3", **options)
@@ -88,7 +88,7 @@ def test_samplers(runs, tmp_path, run, options):
 @pytest.mark.parametrize("options", [
     dict(sampler="heun"), dict(sampler="ddim"),
     dict(sampler="ancestral"), dict(sampler="ancestral", at_mean=True),
-])  # fmt: skip
+])
 def test_classifier_guides(runs, options):
     """A linear classifier, of images with or without noise, gives what it guided a larger probability."""
     model, _ = load(runs["iddpm"])
@@ -166,7 +166,7 @@ def test_learning_rate():
 @pytest.mark.parametrize("options, sentence", [
     (dict(eta=0.5), "heun takes no eta"), (dict(churn=1.0, sampler="ddim"), "ddim takes no churn"),
     (dict(at_mean=True, sampler="ddim"), "at_mean"), (dict(preset="adm"), "preset 'adm' is unknown"),
-])  # fmt: skip
+])
 def test_impossible_options(options, sentence):
     with pytest.raises(ValueError, match=sentence):
         SampleConfig(**options)
@@ -178,7 +178,7 @@ def test_impossible_options(options, sentence):
     ("edm", dict(classifier="edm"), "edm is no classifier"),
     ("edm", dict(respacing="x", sampler="ddim"), "'x'"),
     ("superres", dict(low_res="digits"), r"\(1, 8, 8\), the network takes \(1, 4, 4\)"),
-])  # fmt: skip
+])
 def test_what_cannot_be_drawn(runs, tmp_path, run, options, sentence):
     options = options | ({"classifier": runs[options["classifier"]]} if "classifier" in options else {})
     with pytest.raises(ValueError, match=sentence):

@@ -495,7 +495,7 @@ def test_low_precision(dtype, bound):
     (dict(channel_mult=()), "at least 1"),
     (dict(channel_mult=(1, 0)), "at least 1"), (dict(num_blocks=0), "at least 1"),
     (dict(resample_filter=(1, 2, 1)), "even length"),
-])  # fmt: skip
+])
 def test_impossible_configs(change, sentence):
     with pytest.raises(ValueError, match=sentence):
         replace(TINY, **change)

@@ -132,7 +132,7 @@ def test_calls_are_named_and_not_made(write, tmp_path, protocol):
     blob = pickle.dumps(Call(os.system, command), 2)
     data = released(load_case("edm2_uncond"))
     data["ema"].state["_buffers"] = {"evil": Call(torch._utils._rebuild_tensor_v2, Call(
-        torch.storage._load_from_bytes, blob), 0, (1,), (1,), False, {})}  # fmt: skip
+        torch.storage._load_from_bytes, blob), 0, (1,), (1,), False, {})}
     with pytest.raises(ValueError, match="not a released EDM2 pickle"):
         read_official_pickle(write(data, protocol))
     assert not file.exists()

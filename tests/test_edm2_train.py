@@ -46,7 +46,7 @@ def test_learning_rate_golden(row):
         PRESETS["digits"], batch_size=given["batch_size"],
         lr=given["ref_lr"], decay=given["ref_batches"],
         warmup=given["rampup_Mimg"] * 10**6,
-    )  # fmt: skip
+    )
     assert learning_rate(config, given["cur_nimg"]) == pytest.approx(expected, rel=1e-9)
 
 
@@ -121,7 +121,7 @@ def test_resuming_and_sampling(tmp_path, quick):
 @pytest.mark.parametrize("changes", [
     dict(objective="edm"), dict(precision="bfloat16"), dict(precision="float16", loss_scale=100.0),
     dict(net=replace(NET, num_classes=0), label_dropout=0.0), dict(accumulate=4),
-])  # fmt: skip
+])
 def test_options_train(tmp_path, quick, changes):
     train(tiny(tmp_path / "run", duration=96, **changes))
     lines = log(tmp_path / "run")
@@ -171,7 +171,7 @@ def test_guidance():
     sigma, labels = torch.tensor([2.0, 2.0]), torch.tensor([1, 7])
     for guide, of_guide in (
         (None, D(x, sigma)), (unconditional, unconditional(x, sigma)), (worse, worse(x, sigma, labels)),
-    ):  # fmt: skip
+    ):
         expected = of_guide + 3 * (D(x, sigma, labels) - of_guide)
         out = draw(D, config, [5, 6], [1, 7], guide)
         np.testing.assert_allclose(out, expected.numpy(), rtol=1e-4, atol=1e-4)

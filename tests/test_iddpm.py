@@ -82,7 +82,7 @@ def test_respacing_by_hand():
     ("ddim7", "no whole stride takes so many of 10 steps"), ("6,1", "takes 6 steps of a section of 5"),
     ("0", "takes no step"), ("ten", "'ten': it must be like"), ("5,", "it must be like"), ("ddim2,3", "like"),
     ("-1", "like"),
-])  # fmt: skip
+])
 def test_impossible_respacing(spacing, sentence):
     with pytest.raises(ValueError, match=sentence):
         space_timesteps(10, spacing)

@@ -20,7 +20,7 @@ def run(tmp_path_factory):
     folder, digits = tmp_path_factory.mktemp("run"), PRESETS["digits"]
     net = replace(digits.net, width=16, depth=2, num_heads=2)
     often = replace(digits.run, out=folder, duration=320, log_every=160, sample_every=320, snapshot_every=32,
-                    checkpoint_every=320, workers=0, device="cpu")  # fmt: skip
+                    checkpoint_every=320, workers=0, device="cpu")
     train(replace(digits, net=net, run=often, batch_size=16, warmup=0))
     return folder
 
@@ -96,7 +96,7 @@ def test_an_interrupted_sweep_goes_on(run, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("change, sentence", [
     (dict(steps=0), "steps is 0"), (dict(at_once=0), "at_once is 0"), (dict(samples=-1), "samples is -1"),
-])  # fmt: skip
+])
 def test_impossible_options(change, sentence):
     with pytest.raises(ValueError, match=sentence):
         Options(**change)
