@@ -56,8 +56,8 @@ class UViTConfig:
         require(self.img_size % p == 0, f"patch_size {p} does not divide img_size {self.img_size}")
         require(self.width % h == 0, f"num_heads {h} does not divide width {self.width}")
         require(self.depth >= 2 and self.depth % 2 == 0, f"depth is {self.depth}: it must be even, 2 or more")
-        require(self.num_classes >= 2 * self.null_class, f"num_classes is {self.num_classes}: it must be at "
-                "least 0, or with null_class at least 2")
+        least = 2 if self.null_class else 0  # a class besides the null class
+        require(self.num_classes >= least, f"num_classes is {self.num_classes}: it must be at least {least}")
         fits = 1 <= self.width * self.mlp_ratio < 1 << 20
         require(fits, f"mlp_ratio {self.mlp_ratio} of width {self.width} is no width of a hidden layer")
         both = (self.context_dim > 0) == (self.context_tokens > 0)
@@ -151,8 +151,8 @@ class UViT(nn.Module):
         self.config = config
         D, p, C, N = config.width, config.patch_size, config.in_channels, config.depth // 2
         self.patch_embed = nn.Conv2d(C, D, kernel_size=p, stride=p)
-        if config.mlp_time_embed:
-            self.time_embed = nn.Sequential(nn.Linear(D, 4 * D), nn.SiLU(), nn.Linear(4 * D, D))
+        mlp = [nn.Linear(D, 4 * D), nn.SiLU(), nn.Linear(4 * D, D)] if config.mlp_time_embed else []
+        self.time_embed = nn.Sequential(*mlp)
         if config.num_classes:
             self.label_embed = nn.Embedding(config.num_classes, D)
         if config.context_tokens:
@@ -198,9 +198,7 @@ class UViT(nn.Module):
         if self.config.null_class and labels is None:
             labels = torch.full((len(x),), self.config.num_classes - 1, device=x.device)
         patches = rearrange(self.patch_embed(x), "B D h w -> B (h w) D")
-        time = timestep_embedding(timesteps, self.config.width)                # B D
-        if self.config.mlp_time_embed:
-            time = self.time_embed(time)
+        time = self.time_embed(timestep_embedding(timesteps, self.config.width))  # B D
         tokens = [time[:, None], patches]
         if labels is not None:
             tokens.insert(0, self.label_embed(labels)[:, None])

@@ -95,7 +95,7 @@ def test_every_option_has_a_sentence(command, monkeypatch):
     ("minimal_uvit/train.py", "--weight-decay inf", "weight_decay is inf"),
     ("minimal_uvit/train.py", "--seed 99999999999999999999999", "seed is 99999999999999999999999"),
     ("minimal_uvit/train.py", "--net.mlp-ratio nan", "mlp_ratio nan"),
-    ("minimal_uvit/train.py", "--net.num-classes -1 --net.no-null-class", "num_classes is -1"),
+    ("minimal_uvit/train.py", "--net.num-classes -1", "num_classes is -1"),
     ("minimal_uvit/train.py", "--data.image-size -1", "image_size is -1"),
     ("minimal_uvit/train.py", "--data.holdout -1", "holdout is -1"),
     ("minimal_uvit/train.py", "--device meta --out {tmp}/r", "device 'meta' cannot be used"),

@@ -71,7 +71,7 @@ def test_skips_reach_their_blocks():
 
 @pytest.mark.parametrize("change, sentence", [
     (dict(patch_size=3), "patch_size"), (dict(depth=3), "depth"), (dict(num_heads=3), "num_heads"),
-    (dict(img_size=0), "at least 1"), (dict(null_class=True), "null_class"),
+    (dict(img_size=0), "at least 1"), (dict(null_class=True), "num_classes is 0: it must be at least 2"),
     (dict(context_dim=8), "together"),
 ])
 def test_impossible_configs(change, sentence):
