@@ -33,38 +33,34 @@ SIGMA_REL_MAX = 12**-0.5  # gamma = 0, the average over all of training
 # Profiles ---------------------------------------------------------------------------------------------------
 
 
-# The relative standard deviation of a power-function profile, Eq. 126.
+# The relative standard deviation of a power-function profile, Eq. 123.
 def gamma_to_sigma_rel(gamma: ArrayLike) -> NDArray[np.float64]:
     """sigma_rel of exponents gamma >= 0, same shape."""
     gamma = np.asarray(gamma, np.float64)
     return (gamma + 1) ** 0.5 / ((gamma + 2) * (gamma + 3) ** 0.5)
 
 
-# Its inverse, Algorithm 2: the largest root of (gamma+2)^2 (gamma+3) = sigma_rel^-2 (gamma+1).
+# Its inverse, Eq. 126 and Algorithm 2: the largest root of (gamma+2)^2 (gamma+3) = sigma_rel^-2 (gamma+1).
 def sigma_rel_to_gamma(sigma_rel: ArrayLike) -> NDArray[np.float64]:
     """gamma of relative standard deviations, same shape. ValueError outside 0 < sigma_rel < 0.288675."""
     sigma_rel = np.asarray(sigma_rel, np.float64)
-    if not np.all((sigma_rel > 0) & (sigma_rel < SIGMA_REL_MAX)):
+    if not np.all((sigma_rel > 0) & (sigma_rel < SIGMA_REL_MAX)):  # NaN too
         raise ValueError(f"sigma_rel is {sigma_rel}: it must be in (0, {SIGMA_REL_MAX:.6f})")
-    roots = [np.roots([1, 7, 16 - q, 12 - q]).real.max() for q in sigma_rel.ravel() ** -2.0]
-    return np.array(roots).reshape(sigma_rel.shape)
+    p, q = -1 / 3 - sigma_rel**-2.0, 2 / 27 + 4 / 3 * sigma_rel**-2.0  # y^3 + p y + q = 0, y = gamma + 7/3
+    return 2 * (-p / 3) ** 0.5 * np.cos(np.arccos(1.5 * q / p * (-3 / p) ** 0.5) / 3) - 7 / 3  # Viete's root
 
 
 # The profile itself, Eq. 121: the weight of training time tau in the average at time t.
 def power_function_profile(tau: ArrayLike, t: ArrayLike, sigma_rel: ArrayLike) -> NDArray[np.float64]:
     """p_(t, gamma)(tau) as a density over tau in [0, t], zero outside; arguments broadcast."""
     tau, t, gamma = np.asarray(tau, np.float64), np.asarray(t, np.float64), sigma_rel_to_gamma(sigma_rel)
-    inside = (tau >= 0) & (tau <= t)
-    return np.where(inside, (gamma + 1) / t * np.clip(tau / t, 0, 1) ** gamma, 0.0)
+    return np.where((tau >= 0) & (tau <= t), (gamma + 1) / t * np.clip(tau / t, 0, 1) ** gamma, 0.0)
 
 
 # What n equally spaced updates of Eq. 127 make of each weight: the discrete profile, Eq. 108.
 def power_function_response(num_updates: int, sigma_rel: float) -> NDArray[np.float64]:
-    """(n,) coefficients of the weights at updates 1 .. n in the average after update n; they sum to 1.
-
-    A product of betas telescopes: the k-th coefficient is (k/n)^(gamma+1) - ((k-1)/n)^(gamma+1).
-    """
-    edges = np.linspace(0, 1, num_updates + 1)
+    """(n,) coefficients of the weights at updates 1 .. n in the average after update n; they sum to 1."""
+    edges = np.linspace(0, 1, num_updates + 1)  # products of betas telescope into differences of these powers
     return np.diff(edges ** (sigma_rel_to_gamma(sigma_rel) + 1))
 
 
@@ -76,7 +72,7 @@ def power_function_inner(
     t_a, t_b = np.asarray(t_a, np.float64), np.asarray(t_b, np.float64)
     gamma_a, gamma_b = sigma_rel_to_gamma(sigma_rel_a), sigma_rel_to_gamma(sigma_rel_b)
     first, last = np.minimum(t_a, t_b), np.maximum(t_a, t_b)
-    gamma_last = np.where(t_a < t_b, gamma_b, gamma_a)  # the later profile's exponent; either, when t_a = t_b
+    gamma_last = np.where(t_a < t_b, gamma_b, gamma_a)  # the later one's exponent; either, when t_a = t_b
     return (gamma_a + 1) * (gamma_b + 1) / (gamma_a + gamma_b + 1) * (first / last) ** gamma_last / last
 
 
@@ -89,20 +85,19 @@ def solve_posthoc_coefficients(
     """Coefficients (N, M) of N snapshots (t, sigma_rel) in M reconstructed averages (t_out, sigma_rel_out).
 
     The least-squares fit of each target's profile, scaled to sum to 1. Times may be in any unit. Snapshots
-    later than a target get no weight. ValueError where a target's time is not one of the snapshots' (nothing
-    says what the weights were between them), or where two snapshots are the same.
+    later than a target, or of time 0, get no weight. ValueError where a target's time is not a snapshot's
+    (nothing says what the weights were between them), and where two snapshots are the same.
     """
-    t, sigma_rel = (a.ravel() for a in np.broadcast_arrays(np.asarray(t, np.float64), sigma_rel))
-    targets = np.broadcast_arrays(np.asarray(t_out, np.float64), sigma_rel_out)
-    targets = list(zip(*(a.ravel() for a in targets), strict=True))
+    t, sigma_rel = np.broadcast_arrays(np.ravel(t).astype(np.float64), np.ravel(sigma_rel))
+    t_out, sigma_rel_out = np.broadcast_arrays(np.ravel(t_out), np.ravel(sigma_rel_out))
     if len(set(zip(t, sigma_rel, strict=True))) < len(t):
         raise ValueError("two snapshots have the same time and sigma_rel")
-    order = np.lexsort((sigma_rel, t))
-    x = np.zeros((len(t), len(targets)))
-    for m, (t_m, sigma_rel_m) in enumerate(targets):
-        if t_m not in t:
-            raise ValueError(f"no snapshot was taken at the target time {t_m:.0f}")
-        use = order[t[order] <= t_m]
+    order = np.lexsort((sigma_rel, t))  # so that the order of the list changes no bit
+    x = np.zeros((len(t), len(t_out)))
+    for m, (t_m, sigma_rel_m) in enumerate(zip(t_out, sigma_rel_out, strict=True)):
+        if t_m not in t[t > 0]:
+            raise ValueError(f"no snapshot was taken at the target time {t_m:.15g}")
+        use = order[(t[order] > 0) & (t[order] <= t_m)]
         tau, rel = t[use] / t_m, sigma_rel[use]
         A = power_function_inner(tau[:, None], rel[:, None], tau[None], rel[None])
         b = power_function_inner(tau, rel, 1.0, sigma_rel_m)
@@ -121,20 +116,17 @@ def power_function_beta(sigma_rel: ArrayLike, t_next: float, t_delta: float) -> 
 
 
 class _EMA:
-    """Averages of a network's parameters, one for each of `lengths`, updated at times that only rise."""
+    """Averages of a network's parameters, one of each length. The kinds differ in their `betas`."""
 
     def __init__(self, net: nn.Module, lengths: Sequence[float]):
         while hasattr(net, "_orig_mod") or isinstance(net, nn.parallel.DistributedDataParallel):
-            net = getattr(net, "_orig_mod", None) or net.module  # the network inside torch.compile and DDP
+            net = net._orig_mod if hasattr(net, "_orig_mod") else net.module  # inside torch.compile and DDP
         self.net, self.lengths, self.t = net, tuple(lengths), 0
         self.params = list(net.parameters())
         low = {p.dtype for p in self.params} - {torch.float32, torch.float64}
         if low:
             raise ValueError(f"weights are {low.pop()}: averages need float32 master weights")
         self.averages = [[p.detach().clone() for p in self.params] for _ in self.lengths]
-
-    def betas(self, t: float, t_delta: float) -> list[float]:
-        raise NotImplementedError
 
     @torch.no_grad()
     def update(self, t: float) -> None:
@@ -147,18 +139,23 @@ class _EMA:
 
     def weights(self, length: float) -> dict[str, Tensor]:
         """State dict of the average of this length; buffers are the network's own. Shares memory."""
-        names, average = dict(self.net.named_parameters()), self.averages[self.lengths.index(length)]
-        return self.net.state_dict() | dict(zip(names, average, strict=True))
+        if length not in self.lengths:
+            raise ValueError(f"no average of length {length} is tracked: only {list(self.lengths)}")
+        average = dict(zip(self.params, self.averages[self.lengths.index(length)], strict=True))
+        names = self.net.named_parameters(remove_duplicate=False)  # tied weights have several
+        return self.net.state_dict() | {name: average[p] for name, p in names}
 
     def state_dict(self) -> dict:
         return {"t": self.t, "lengths": list(self.lengths), "averages": self.averages}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict) -> None:
-        """Restore bit for bit. ValueError where the state is of other lengths."""
+        """Restore bit for bit. ValueError where the state is of other lengths or another network."""
         if tuple(state["lengths"]) != self.lengths:
             raise ValueError(f"the saved averages have lengths {state['lengths']}, not {list(self.lengths)}")
         for average, saved in zip(self.averages, state["averages"], strict=True):
+            if [a.shape for a in average] != [a.shape for a in saved]:
+                raise ValueError("the saved averages are of a network with other parameters")
             torch._foreach_copy_(average, saved)
         self.t = state["t"]
 
@@ -175,17 +172,14 @@ class PowerFunctionEMA(_EMA):
 
 
 class TraditionalEMA(_EMA):
-    """Exponential average of a half-life, ramped up so that early weights fade (as EDM's training did).
-
-    Args:
-        halflife: in the unit of time, as all times here.
-        rampup_ratio: the half-life is at most this fraction of the time so far; None: no ramp-up.
-    """
+    """Exponential average of a half-life in units of t, as EDM's training used; so that early weights fade,
+    it is at most `rampup_ratio` of the time so far (None: no ramp-up)."""
 
     def __init__(self, net: nn.Module, halflife: float, rampup_ratio: float | None = 0.09):
+        if not halflife > 0:
+            raise ValueError(f"the half-life is {halflife}: it must be positive")
         super().__init__(net, [halflife])
-        self.rampup_ratio = rampup_ratio
+        self.rampup_ratio = float("inf") if rampup_ratio is None else rampup_ratio
 
     def betas(self, t: float, t_delta: float) -> list[float]:
-        limit = float("inf") if self.rampup_ratio is None else t * self.rampup_ratio
-        return [0.5 ** (t_delta / min(halflife, limit)) for halflife in self.lengths]
+        return [0.5 ** (t_delta / min(halflife, t * self.rampup_ratio)) for halflife in self.lengths]

@@ -4,16 +4,25 @@ A snapshot's header says what network its weights are of and which average they 
 from, reconstructed with or loaded in either framework with nothing else at hand. It is one JSON object, kept
 as the entry `header` of the file's metadata: equal weights make equal files.
 
-| header      |                                                                                  |
-| ----------- | -------------------------------------------------------------------------------- |
-| `network`   | the project that trained it                                                      |
-| `config`    | its network's config                                                             |
-| `nimg`      | training time, in images                                                         |
-| `sigma_rel` | relative length of the average                                                   |
-| others      | what sampling needs: the objective, statistics of latents                        |
+| header          |                                                                              |
+| --------------- | ---------------------------------------------------------------------------- |
+| `network`       | the project that trained it                                                  |
+| `config`        | its network's config                                                         |
+| `nimg`          | training time, in images                                                     |
+| `sigma_rel`     | relative length of the average                                               |
+| `reconstructed` | the files that it is a weighted sum of; a tracked average has no such entry  |
+| others          | what sampling needs: the objective, statistics of latents                    |
+
+To reconstruct from, PyTorch state dicts of any training loop do as well, named `*-<nimg>-<sigma_rel>.pt`.
+
+Reading order: one snapshot (`save_snapshot`, `read_snapshot`), a run's (`save_snapshots`, `find_snapshot`),
+all that are in a folder (`list_snapshots`, `mapped`, `require_alike`).
 """
 
 import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -21,10 +30,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from posthoc_ema.ema import PowerFunctionEMA
+from posthoc_ema.ema import SIGMA_REL_MAX, PowerFunctionEMA
 from shared.check import require
 from shared.files import write_whole
 
+NAME = re.compile(r"(?:[^.].*-)?(\d+)-(\d*\.\d+)\.(safetensors|pt)")  # a leading dot: left by a killed run
 PRECISIONS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -82,3 +92,77 @@ def find_snapshot(path: Path, sigma_rel: float | None = None) -> Path:
     wanted = "" if sigma_rel is None else f" of sigma_rel {sigma_rel}"
     require(bool(found), f"{path} holds no snapshot{wanted}")
     return max(found, key=lambda item: (item[0]["nimg"], -item[0]["sigma_rel"]))[1]
+
+
+# A folder of them -------------------------------------------------------------------------------------------
+
+
+def some(words: Sequence[str]) -> str:
+    """The first three, and how many there are besides."""
+    return "; ".join(words[:3]) + (f"; and {len(words) - 3} more" if len(words) > 3 else "")
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    path: Path
+    nimg: int
+    sigma_rel: float
+    header: dict  # a state dict's is no more than its name tells
+
+
+def list_snapshots(folder: Path) -> list[Snapshot]:
+    """The tracked snapshots of a run, or in any folder, by time and length; reconstructions are left out.
+
+    ValueError, naming the file, where one is truncated, foreign, or the same as another.
+    """
+    folder = folder / "snapshots" if (folder / "snapshots").is_dir() else folder
+    require(folder.is_dir(), f"{folder} is not a folder")
+    found: dict[tuple[int, float], Snapshot] = {}
+    for path in sorted(folder.iterdir()):
+        name = NAME.fullmatch(path.name)
+        if name is None:
+            continue
+        header = {"network": None, "config": None, "nimg": int(name[1]), "sigma_rel": float(name[2])}
+        header = header if name[3] == "pt" else read_header(path)
+        nimg, sigma_rel = header["nimg"], header["sigma_rel"]
+        fits = isinstance(nimg, int) and isinstance(sigma_rel, float) and 0 < sigma_rel < SIGMA_REL_MAX
+        require(fits, f"{path} is no power-function EMA: of time {nimg!r} and sigma_rel {sigma_rel!r}")
+        if nimg > 0 and "reconstructed" not in header:
+            twin = found.setdefault((nimg, sigma_rel), Snapshot(path, nimg, sigma_rel, header)).path
+            require(twin == path, f"{path} and {twin.name} are both the snapshot {nimg}-{sigma_rel}")
+    require(len(found) > 0, f"{folder} has no snapshots, <nimg>-<sigma_rel>.safetensors or .pt")
+    return [found[key] for key in sorted(found)]
+
+
+def mapped(path: Path) -> dict[str, Tensor]:
+    """A file's tensors, memory-mapped: read when first used. ValueError, naming it, where it holds none."""
+    try:
+        if path.suffix == ".pt":
+            tensors = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        else:
+            with safe_open(path, "pt") as file:
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except Exception as error:  # each reader has its own
+        raise ValueError(f"{path} is missing, truncated or not a file of weights") from error
+    named = isinstance(tensors, dict) and all(isinstance(value, Tensor) for value in tensors.values())
+    require(named, f"{path} is not a state dict: it holds more than named tensors")
+    return tensors
+
+
+def require_alike(snapshots: Sequence[Snapshot]) -> set[torch.dtype]:
+    """The types of the weights. ValueError, naming the file, where one is not of the last one's network."""
+    last, dtypes = snapshots[-1], set()
+    shapes = {name: tuple(value.shape) for name, value in mapped(last.path).items()}
+    for snapshot in snapshots:
+        header, tensors = snapshot.header, mapped(snapshot.path)
+        own = header | {key: last.header[key] for key in ("nimg", "sigma_rel")}
+        faults = [f"its {key} differs" for key in last.header | own if own.get(key) != last.header.get(key)]
+        faults += [f"{name} is missing" for name in sorted(shapes.keys() - tensors.keys())]
+        for name, value in tensors.items():
+            if name not in shapes:
+                faults.append(f"{name} is not of this network")
+            elif shapes[name] != value.shape:
+                faults.append(f"{name} has shape {tuple(value.shape)}, not {shapes[name]}")
+        require(not faults, f"{snapshot.path} does not fit {last.path.name}: {some(faults)}")
+        dtypes |= {value.dtype for value in tensors.values()}
+    return dtypes
