@@ -2,9 +2,11 @@
 
 Papers: All are Worth Words, arXiv:2209.12152v4; long-skip scaling of ScaleLong, arXiv:2310.13545v1.
 
-Where the lines differ is what differs between the frameworks: classes are plain and called, lists and dicts hold
-layers, and functions (`get_state_dict`, `get_parameters`) collect the weights, under PyTorch's names: a
-safetensors file of either network loads in the other.
+Where the lines differ is what differs between the frameworks: here classes are plain and called, lists and
+dicts hold layers, and functions (`get_state_dict`, `get_parameters`) collect the weights. They have PyTorch's
+names, so a safetensors file of either network loads in the other.
+
+Reading order: `timestep_embedding`, `Attention`, `Block`, `UViT`. Shapes are as in `model.py`.
 
 Deviations: `checkpointing` changes nothing, because tinygrad has no such thing.
 

@@ -1,7 +1,7 @@
 """Power-function EMA of weights in tinygrad: the trackers of `ema.py`, line by line.
 
 Paper: Karras et al., Analyzing and Improving the Training Dynamics of Diffusion Models, arXiv:2312.02696v2,
-section 3 and appendix C. Profiles and Algorithm 3 are numpy and come from that file, whose docstring says more.
+section 3 and appendix C. Profiles and Algorithm 3 are numpy and come from `ema.py`, which says more.
 
 Deviations: as there; buffers are tensors that `is_param_(False)` marks.
 
@@ -15,27 +15,34 @@ from typing import Any
 from tinygrad import Tensor, TinyJit, dtypes
 from tinygrad.nn.state import get_state_dict
 
-from posthoc_ema.ema import power_function_beta, sigma_rel_to_gamma
+from posthoc_ema.ema import (  # noqa: F401  the twin offers what its file does
+    SIGMA_REL_MAX,
+    gamma_to_sigma_rel,
+    power_function_beta,
+    power_function_inner,
+    power_function_profile,
+    power_function_response,
+    sigma_rel_to_gamma,
+    solve_posthoc_coefficients,
+)
 
 # Trackers ---------------------------------------------------------------------------------------------------
 
 
 class _EMA:
-    """Averages of a network's parameters, one for each of `lengths`, updated at times that only rise."""
+    """Averages of a network's parameters, one of each length. The kinds differ in their `betas`."""
 
     def __init__(self, net: Any, lengths: Sequence[float]):
         self.net, self.lengths, self.t = net, tuple(lengths), 0
-        self.params = [p for p in get_state_dict(net).values() if p.is_param]
+        self.params = list(dict.fromkeys(p for p in get_state_dict(net).values() if p.is_param))
         low = {p.dtype for p in self.params} - {dtypes.float32, dtypes.float64}
         if low:
             raise ValueError(f"weights are {low.pop()}: averages need float32 master weights")
-        self.averages = [[p.detach().clone().realize() for p in self.params] for _ in self.lengths]
-        # PyTorch's _foreach_lerp_. The weight is a tensor: a number would be compiled into the kernels.
+        Tensor.realize(*self.params)
+        self.averages = [[p.clone().realize() for p in self.params] for _ in self.lengths]
+        # PyTorch's foreach_lerp_. The weight is a tensor: a number would be compiled into the kernels.
         self.foreach_lerp = TinyJit(lambda average, params, weight: Tensor.realize(
             *(a.assign(a.lerp(p, weight)) for a, p in zip(average, params, strict=True))))  # fmt: skip
-
-    def betas(self, t: float, t_delta: float) -> list[float]:
-        raise NotImplementedError
 
     def update(self, t: float) -> None:
         """Take in the network's weights at time t, later than at the last update. ValueError otherwise."""
@@ -47,18 +54,21 @@ class _EMA:
 
     def weights(self, length: float) -> dict[str, Tensor]:
         """State dict of the average of this length; buffers are the network's own. Shares memory."""
-        state = get_state_dict(self.net)
-        names, average = [k for k, v in state.items() if v.is_param], self.averages[self.lengths.index(length)]
-        return state | dict(zip(names, average, strict=True))
+        if length not in self.lengths:
+            raise ValueError(f"no average of length {length} is tracked: only {list(self.lengths)}")
+        average = dict(zip(self.params, self.averages[self.lengths.index(length)], strict=True))
+        return {name: average.get(p, p) for name, p in get_state_dict(self.net).items()}
 
     def state_dict(self) -> dict:
         return {"t": self.t, "lengths": list(self.lengths), "averages": self.averages}
 
     def load_state_dict(self, state: dict) -> None:
-        """Restore bit for bit. ValueError where the state is of other lengths."""
+        """Restore bit for bit. ValueError where the state is of other lengths or another network."""
         if tuple(state["lengths"]) != self.lengths:
             raise ValueError(f"the saved averages have lengths {state['lengths']}, not {list(self.lengths)}")
         for average, saved in zip(self.averages, state["averages"], strict=True):
+            if [a.shape for a in average] != [a.shape for a in saved]:
+                raise ValueError("the saved averages are of a network with other parameters")
             Tensor.realize(*(a.assign(s) for a, s in zip(average, saved, strict=True)))
         self.t = state["t"]
 
@@ -75,17 +85,14 @@ class PowerFunctionEMA(_EMA):
 
 
 class TraditionalEMA(_EMA):
-    """Exponential average of a half-life, ramped up so that early weights fade (as EDM's training did).
-
-    Args:
-        halflife: in the unit of time, as all times here.
-        rampup_ratio: the half-life is at most this fraction of the time so far; None: no ramp-up.
-    """
+    """Exponential average of a half-life in units of t, as EDM's training used; so that early weights fade,
+    it is at most `rampup_ratio` of the time so far (None: no ramp-up)."""
 
     def __init__(self, net: Any, halflife: float, rampup_ratio: float | None = 0.09):
+        if not halflife > 0:
+            raise ValueError(f"the half-life is {halflife}: it must be positive")
         super().__init__(net, [halflife])
-        self.rampup_ratio = rampup_ratio
+        self.rampup_ratio = float("inf") if rampup_ratio is None else rampup_ratio
 
     def betas(self, t: float, t_delta: float) -> list[float]:
-        limit = float("inf") if self.rampup_ratio is None else t * self.rampup_ratio
-        return [0.5 ** (t_delta / min(halflife, limit)) for halflife in self.lengths]
+        return [0.5 ** (t_delta / min(halflife, t * self.rampup_ratio)) for halflife in self.lengths]

@@ -1,7 +1,7 @@
 """A compiler for tinygrad, whose CPU backend runs `$CC`, `clang` unless set, for every kernel.
 
-Where the machine has no clang, the `ziglang` wheel has one: `zig clang`. That is two words and CC takes one, so a
-script of one line stands between.
+Where the machine has no clang, the `ziglang` wheel has one: `zig clang`. That is two words and CC takes one,
+so a script of one line stands between.
 """
 
 import atexit

@@ -19,8 +19,7 @@ def definitions(body: list[ast.stmt], prefix: str = "") -> list[str]:
         if isinstance(node, ast.ClassDef):
             found += [prefix + node.name, *definitions(node.body, f"{prefix}{node.name}.")]
         elif isinstance(node, ast.FunctionDef):
-            args = node.args
-            names = [a.arg for a in (*args.posonlyargs, *args.args, args.vararg, *args.kwonlyargs, args.kwarg) if a]
+            names = [arg.arg for arg in ast.walk(node.args) if isinstance(arg, ast.arg)]
             found.append(f"{prefix}{node.name.replace('__call__', 'forward')}({', '.join(names)})")
     return found
 
