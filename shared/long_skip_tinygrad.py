@@ -4,16 +4,17 @@ from collections.abc import Callable, Sequence
 
 from tinygrad import Tensor, nn
 
-from shared.clang import find_clang
+from shared.backend import find_clang
 from shared.long_skip import LongSkipConfig, long_skip_coefficients
 
+Layer = Callable[[int, int], Callable[[Tensor], Tensor]]  # (inputs, outputs) -> layer
 find_clang()  # every twin comes by here before it compiles anything
 
 
 class CalibrationNetwork:
     """Squeeze-and-excitation of a pooled skip: (B, width) -> kappa in (0, 1), (B, width). Section 4.2."""
 
-    def __init__(self, width: int, reduction: int, layer: Callable[[int, int], Callable]):
+    def __init__(self, width: int, reduction: int, layer: Layer):
         hidden = max(1, width // reduction)
         self.fc1 = layer(width, hidden)
         self.fc2 = layer(hidden, width)
@@ -26,11 +27,7 @@ class LongSkipScaling:
     """kappa_i for each of N long skips; arguments as in `long_skip.py`."""
 
     def __init__(
-        self,
-        config: LongSkipConfig,
-        widths: Sequence[int],
-        pool_dims: tuple[int, ...],
-        layer: Callable[[int, int], Callable] = nn.Linear,
+        self, config: LongSkipConfig, widths: Sequence[int], pool_dims: tuple[int, ...], layer: Layer = nn.Linear
     ):
         self.config = config
         self.widths = list(widths)

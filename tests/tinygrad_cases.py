@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from shared.clang import REMEDY, find_clang
+from shared.backend import REMEDY, find_clang
 
 if not find_clang():
     pytest.skip(REMEDY, allow_module_level=True)
