@@ -32,7 +32,7 @@ from shared.diffusion import SIGMA_MAX, SIGMA_MIN, EDMPrecond, VPPrecond, vp_sig
 from shared.figures import save_images
 from shared.files import config_from_dict, load_strictly
 from shared.run import cli, find_device
-from shared.samplers import SAMPLERS, guided, seed_noise, unlabelled
+from shared.samplers import SAMPLERS, guided, seed_noise, sigma_steps, unlabelled
 
 Precond = EDMPrecond | VPPrecond
 
@@ -105,15 +105,14 @@ def draw(
             progress.update(len(x))
         return D(x, sigma, y)
 
-    options = dict(num_steps=config.steps, rho=config.rho)
-    options["sigma_min"] = config.sigma_min or (vp_sigma(np.float64(1e-3)) if vp else SIGMA_MIN)
-    options["sigma_max"] = config.sigma_max or (vp_sigma(np.float64(1)) if vp else SIGMA_MAX)
-    if config.churn:
-        options |= dict(S_churn=config.churn, churn_noise=lambda k: noise(k + 1))
+    sigma_min = config.sigma_min or (vp_sigma(np.float64(1e-3)) if vp else SIGMA_MIN)
+    sigma_max = config.sigma_max or (vp_sigma(np.float64(1)) if vp else SIGMA_MAX)
+    sigmas = sigma_steps(config.steps, sigma_min, sigma_max, config.rho)
+    churn = dict(S_churn=config.churn, churn_noise=lambda k: noise(k + 1)) if config.churn else {}
     y = None if labels is None else torch.tensor(labels, device=device)
     D_w = guided(counted, guide or unlabelled(D), config.guidance)
     with torch.no_grad():
-        return SAMPLERS[config.sampler](D_w, noise(0), y, **options).cpu().numpy()
+        return SAMPLERS[config.sampler](D_w, noise(0), y, sigmas, **churn).cpu().numpy()
 
 
 def choose_labels(config: SampleConfig, classes: int) -> list[int] | None:

@@ -24,14 +24,14 @@ import tyro
 
 from minimal_uvit.model import PRESETS as NETWORKS
 from minimal_uvit.model import UViT, UViTConfig
-from posthoc_ema.ema import PowerFunctionEMA
+from posthoc_ema.ema import PowerFunctionEMA, sigma_rel_to_gamma
 from posthoc_ema.snapshots import save_snapshots
 from shared.check import require
 from shared.data import DataConfig, Dataset, load_data
 from shared.diffusion import EDMPrecond, VPPrecond, edm_loss, log_normal_sigma, vp_loss, vp_uniform_sigma
 from shared.figures import plot_losses, save_grid
 from shared.run import Run, RunConfig, cli, validate
-from shared.samplers import heun, seed_noise
+from shared.samplers import heun, seed_noise, sigma_steps
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         require(0 < self.lr < float("inf"), f"lr is {self.lr}: it must be positive and finite")
+        sigma_rel_to_gamma(self.sigma_rels)  # refuses lengths that no average has
         require(all(0 <= beta < 1 for beta in self.betas), f"betas are {self.betas}: they must be in [0, 1)")
         require(self.weight_decay >= 0, f"weight_decay is {self.weight_decay}: it must not be negative")
         require(self.warmup >= 0, f"warmup is {self.warmup}: it must not be negative")
@@ -194,7 +195,7 @@ def picture(run: Run, D: EDMPrecond | VPPrecond, net: UViTConfig, rows: int = 8)
     shape = (net.in_channels, net.img_size, net.img_size)
     noise = torch.from_numpy(seed_noise(range(rows * columns), shape)).to(run.device)
     labels = torch.arange(columns, device=run.device).repeat(rows) if classes else None
-    images = heun(D, noise, labels, num_steps=18)
+    images = heun(D, noise, labels, sigma_steps(18))
     save_grid(run.folder / "samples" / f"{run.nimg:09d}.png", images.cpu().numpy(), columns)
     plot_losses(run.folder)
 

@@ -46,7 +46,7 @@ def save_snapshot(path: Path, weights: dict[str, Tensor], header: dict, precisio
     """Write weights as `precision`, a key of PRECISIONS, under `header`."""
     dtype = PRECISIONS[precision]
     cast = {k: (v.to(dtype) if v.is_floating_point() else v).cpu().contiguous() for k, v in weights.items()}
-    write_whole(path, lambda file: save_file(cast, file, {"header": json.dumps(header)}))
+    write_whole(path, lambda file: save_file(cast, file.name, {"header": json.dumps(header)}))
 
 
 def read_header(path: Path) -> dict:

@@ -8,12 +8,11 @@ Everything that trains or samples speaks of a denoiser D(x; sigma, labels): x = 
 denoiser by preconditioning. Everything here is arithmetic on arrays, so torch, tinygrad and numpy all take
 it, and all randomness is an argument, so two frameworks can be given the same.
 
-| symbol             | name           |                                                      |
-| ------------------ | -------------- | ---------------------------------------------------- |
-| sigma_data         | `sigma_data`   | standard deviation of the data, 0.5                  |
-| c_skip, c_out, ... | `c_skip`, ...  | preconditioning of EDM, table 1                      |
-| lambda(sigma)      | `weight`       | loss weight that evens out the effective weights     |
-| alpha_bar(t)       | `alpha_bar`    | squared signal scale of the VP process at time t     |
+| symbol        | name         |                                                          |
+| ------------- | ------------ | -------------------------------------------------------- |
+| sigma_data    | `SIGMA_DATA` | standard deviation of the data                           |
+| lambda(sigma) | `weight`     | loss weight that evens out the effective weights         |
+| alpha_bar(t)  | `alpha_bar`  | squared signal scale of the VP process at time t         |
 """
 
 import math
@@ -26,6 +25,7 @@ Array = Any  # torch.Tensor, tinygrad.Tensor or numpy.ndarray
 Denoiser = Callable[[Array, Array, Array | None], Array]  # (x, sigma, labels) -> D, of x's shape
 
 SIGMA_MIN, SIGMA_MAX = 0.002, 80.0  # the noise levels that EDM samples between
+SIGMA_DATA = 0.5  # the standard deviation of images in [-1, 1], roughly, and of latents, exactly
 VP_BETA_MIN, VP_BETA_MAX = 0.1, 20.0  # the VP process of U-ViT
 
 
@@ -40,9 +40,6 @@ def log(x: Array) -> Array:
 def per_image(sigma: Array) -> Array:
     """(B,) -> (B, 1, 1, 1), to multiply images with."""
     return sigma.reshape(-1, 1, 1, 1)
-
-
-# Noise levels to train on -----------------------------------------------------------------------------------
 
 
 def log_normal_sigma(normal: Array, P_mean: float = -1.2, P_std: float = 1.2) -> Array:
@@ -72,9 +69,6 @@ def vp_uniform_sigma(uniform: Array, t_min: float = 1e-3) -> Array:
     return vp_sigma(t_min + (1 - t_min) * uniform)
 
 
-# Networks as denoisers --------------------------------------------------------------------------------------
-
-
 class EDMPrecond:
     """D(x; sigma) = c_skip x + c_out F(c_in x, c_noise), EDM Eq. 7.
 
@@ -82,13 +76,13 @@ class EDMPrecond:
     were made for that range, and would see EDM's own ln(sigma) / 4, a range of 2.6, as nearly one time.
     """
 
-    def __init__(self, net: Callable, sigma_data: float = 0.5):
-        self.net, self.sigma_data = net, sigma_data
+    def __init__(self, net: Callable):
+        self.net = net
 
     def __call__(self, x: Array, sigma: Array, labels: Array | None = None) -> Array:
-        total = sigma * sigma + self.sigma_data**2
-        c_skip = self.sigma_data**2 / total
-        c_out = sigma * self.sigma_data / total**0.5
+        total = sigma * sigma + SIGMA_DATA**2
+        c_skip = SIGMA_DATA**2 / total
+        c_out = sigma * SIGMA_DATA / total**0.5
         c_in = 1 / total**0.5
         c_noise = 1000 / math.log(SIGMA_MAX / SIGMA_MIN) * (log(sigma) - math.log(SIGMA_MIN))
         F_x = self.net(per_image(c_in) * x, c_noise, labels)
@@ -107,25 +101,15 @@ class VPPrecond:
         return x - per_image(sigma) * self.net(per_image(c_in) * x, 999 * vp_time(sigma), labels)
 
 
-# Losses -----------------------------------------------------------------------------------------------------
-
-
 def squared_error(D: Denoiser, images: Array, sigma: Array, noise: Array, labels: Array | None) -> Array:
     """Mean squared error of denoising `images + sigma * noise`, one value an image: (B,)."""
     error = D(images + per_image(sigma) * noise, sigma, labels) - images
     return (error * error).mean((1, 2, 3))
 
 
-def edm_loss(
-    D: Denoiser,
-    images: Array,
-    sigma: Array,
-    noise: Array,
-    labels: Array | None = None,
-    sigma_data: float = 0.5,
-) -> Array:
+def edm_loss(D: Denoiser, images: Array, sigma: Array, noise: Array, labels: Array | None = None) -> Array:
     """EDM Eq. 2 with lambda(sigma) of table 1, the mean over pixels, one value an image: (B,)."""
-    weight = (sigma * sigma + sigma_data**2) / (sigma * sigma_data) ** 2
+    weight = (sigma * sigma + SIGMA_DATA**2) / (sigma * SIGMA_DATA) ** 2
     return weight * squared_error(D, images, sigma, noise, labels)
 
 

@@ -4,19 +4,20 @@ import dataclasses
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, BinaryIO, get_type_hints
 
 from torch import Tensor, nn
 
 from shared.check import require
 
 
-def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
+def write_whole(path: Path, write: Callable[[BinaryIO], Any]) -> None:
     """`write(file)` beside `path`, then rename: whoever reads `path`, at any moment, reads a whole file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.part")
-    write(beside)
-    with open(beside, "rb") as file:
+    with open(beside, "wb") as file:
+        write(file)
+        file.flush()
         os.fsync(file.fileno())
     os.replace(beside, path)
 

@@ -14,6 +14,7 @@ import io
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import sys
@@ -39,7 +40,7 @@ VALIDATION_SIGMAS = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 20.0)
 
 
 class DivergedError(RuntimeError):
-    """Training met MAX_SKIPPED non-finite losses or gradients in a row."""
+    """Ten non-finite losses or gradients in a row."""
 
 
 def cli(main: Callable[[Any], None], options: Any, description: str) -> None:
@@ -59,9 +60,9 @@ def cli(main: Callable[[Any], None], options: Any, description: str) -> None:
         main(parsed)
     except SystemExit as error:
         if error.code == 2:  # tyro's box, of which the first section says it all
-            box = stderr.getvalue().split("│ ───")[0].replace("__tyro-dummy-inner__.", "")
-            lines = [line.strip("│╭╰─╮╯ ") for line in box.splitlines()]
-            print(f"{Path(sys.argv[0]).name}: {' '.join(filter(None, lines[1:]))}", file=sys.stderr)
+            lines = [line.strip("│╭╰─╮╯ ") for line in stderr.getvalue().split("│ ───")[0].splitlines()]
+            sentence = re.sub(r"^Error parsing (?!--)\S+: ", "", " ".join(filter(None, lines[1:])))
+            print(f"{Path(sys.argv[0]).name}: {sentence}", file=sys.stderr)
         raise
     except (ValueError, DivergedError) as error:
         print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
@@ -100,14 +101,8 @@ class RunConfig:
 
 
 class Run:
-    """One process of a run. Use it as a context manager.
-
-    Args:
-        config: the part of a run that may change when it is resumed.
-        recipe: the part that may not, as JSON values.
-
-    Raises ValueError for a folder that holds something else, or a run of another recipe.
-    """
+    """One process of a run, a context manager. `config` may change when it is resumed, `recipe`, JSON values,
+    may not. ValueError for a folder that holds something else, or a run of another recipe."""
 
     def __init__(self, config: RunConfig, recipe: dict):
         self.config, self.folder = config, config.out
@@ -133,7 +128,7 @@ class Run:
             dist.barrier()  # every rank has looked at the folder before one writes to it
         if self.rank == 0:
             text = json.dumps(recipe, indent=1) + "\n"
-            write_whole(self.folder / "config.json", lambda file: file.write_text(text))
+            write_whole(self.folder / "config.json", lambda file: file.write(text.encode()))
 
     def __enter__(self) -> "Run":
         self.handlers = {s: signal.signal(s, self._stop) for s in (signal.SIGTERM, signal.SIGINT)}
@@ -179,7 +174,7 @@ class Run:
         log = self.folder / "log.jsonl"
         if self.rank == 0 and log.exists():
             lines = log.read_bytes()[:size]
-            write_whole(log, lambda file: file.write_bytes(lines))
+            write_whole(log, lambda file: file.write(lines))
         self.bar.update(self.nimg)
         return state
 
@@ -206,9 +201,8 @@ class Run:
         return torch.Generator(self.device).manual_seed(_mix(seed, self.nimg, 0))
 
     def due(self, every: int) -> bool:
-        """Whether this step is the last, or crosses a multiple of `every` images."""
-        crosses = self.nimg // every > (self.nimg - self.batch_size) // every
-        return crosses or self.nimg >= self.config.duration
+        """Whether this step is the last, or reaches a multiple of `every` images."""
+        return self.nimg % every < self.batch_size or self.nimg >= self.config.duration
 
     # What one step calls ------------------------------------------------------------------------------------
 
@@ -244,17 +238,15 @@ class Run:
         """Add a line to log.jsonl: position, mean loss since the last line, gradient norm, steps skipped, and
         `values`. No times: the log of a resumed run is that of an uninterrupted one."""
         losses = [loss for loss in self.losses if loss is not None]
-        line = {
-            "nimg": self.nimg,
-            "loss": sum(losses) / len(losses) if losses else None,
-            "grad_norm": self.grad_norm if math.isfinite(self.grad_norm) else None,
-            "skipped": len(self.losses) - len(losses),
-        }
+        loss = sum(losses) / len(losses) if losses else None
+        grad_norm = self.grad_norm if math.isfinite(self.grad_norm) else None
+        skipped = len(self.losses) - len(losses)
+        line = {"nimg": self.nimg, "loss": loss, "grad_norm": grad_norm, "skipped": skipped}
         self.losses = []
         if self.rank == 0:
             with open(self.folder / "log.jsonl", "ab", buffering=0) as file:  # one write, so one whole line
                 file.write((json.dumps(line | values) + "\n").encode())
-            self.bar.set_postfix(loss=f"{line['loss'] or math.nan:.4f}")
+            self.bar.set_postfix(loss=loss)
 
     def save(self, **state: Any) -> None:
         """Write checkpoint.pt: this state, of tensors, numbers, strings, lists, dicts, and the run's own."""

@@ -21,6 +21,7 @@ from shared.diffusion import (
 from shared.samplers import SAMPLERS, dpmpp_2m, guided, heun, seed_noise, sigma_steps, unlabelled
 
 SHAPE = (2, 1, 4, 4)
+SCHEDULE = {"num_steps": None, "sigma_min": 0.002, "sigma_max": 80, "rho": 7}  # EDM's defaults
 
 
 def tanh(x):
@@ -48,7 +49,8 @@ def test_heun_golden(case, convert):
     denoiser = guided(D, D2, args.pop("guidance", 1))
     noise = convert(array(name, SHAPE).astype(np.float64))
     churn = lambda k: convert(array(f"{name}:churn{k}", SHAPE).astype(float))  # noqa: E731
-    out = heun(denoiser, noise, churn_noise=churn, **args)
+    steps = [args.pop(key, default) for key, default in SCHEDULE.items()]
+    out = heun(denoiser, noise, None, sigma_steps(*steps), churn_noise=churn, **args)
     np.testing.assert_allclose(np.asarray(out), case["out"], rtol=1e-9)
 
 
@@ -56,8 +58,8 @@ def test_heun_golden(case, convert):
 @pytest.mark.parametrize("case", MATH["dpmpp_2m"], ids=lambda case: name_in(case["x0"]))
 def test_dpmpp_golden(case, convert):
     noise = convert(array(name_in(case["x0"]), SHAPE).astype(np.float64))
-    options = {key: case[key] for key in ("num_steps", "sigma_min", "sigma_max", "rho")}
-    np.testing.assert_allclose(np.asarray(dpmpp_2m(D, noise, **options)), case["out"], rtol=1e-9)
+    out = dpmpp_2m(D, noise, None, sigma_steps(*(case[key] for key in SCHEDULE)))
+    np.testing.assert_allclose(np.asarray(out), case["out"], rtol=1e-9)
 
 
 @pytest.mark.parametrize("sampler, calls", [("heun", 2 * 7 - 1), ("euler", 7), ("dpmpp", 7)])
@@ -69,20 +71,21 @@ def test_calls_of_the_denoiser(sampler, calls):
         seen.append(sigma[0])
         return D(x, sigma)
 
-    SAMPLERS[sampler](spy, np.zeros(SHAPE), "labels", num_steps=7)
+    SAMPLERS[sampler](spy, np.zeros(SHAPE), "labels", sigma_steps(7))
     assert len(seen) == calls and min(seen) > 0
 
 
 @pytest.mark.parametrize("sampler, order", [("euler", 1), ("heun", 2), ("dpmpp", 2)])
 def test_order_of_convergence(sampler, order):
-    """For data N(0, 0.25 I) the ODE's solution is x(sigma) ~ sqrt(sigma^2 + 0.25): the error falls as h^order."""
+    """For data N(0, 0.25 I) the ODE's solution goes as sqrt(sigma^2 + 0.25): the error falls as h^order."""
 
     def ideal(x, sigma, labels=None):
         return x * (0.25 / (sigma.reshape(-1, 1, 1, 1) ** 2 + 0.25))
 
     noise = np.ones(SHAPE)
     exact = 80 * 0.5 / math.sqrt(80**2 + 0.25)
-    error = [abs(SAMPLERS[sampler](ideal, noise, num_steps=n)[0, 0, 0, 0] - exact) for n in (64, 128)]
+    out = [SAMPLERS[sampler](ideal, noise, None, sigma_steps(n))[0, 0, 0, 0] for n in (64, 128)]
+    error = np.abs(np.array(out) - exact)
     assert error[0] / error[1] == pytest.approx(2**order, rel=0.2)
 
 
@@ -111,7 +114,7 @@ def test_guidance():
 
 def test_churn_needs_noise():
     with pytest.raises(ValueError, match="churn_noise"):
-        heun(D, np.zeros(SHAPE), S_churn=1)
+        heun(D, np.zeros(SHAPE), None, sigma_steps(3), S_churn=1)
 
 
 def test_seed_noise_depends_on_the_seed_alone():

@@ -1,0 +1,226 @@
+"""Data sets: float arrays and labels, in an order that a resumed run repeats.
+
+`digits`: scikit-learn's 1797, a fixed random 297 for validation. `fashion-mnist`, `cifar10`: the published
+files, packed or not; their test set validates. An .npz: `images` or `arr_0`, uint8 (N, H, W[, C]) or latents
+(N, C, H, W), and perhaps `labels` or `arr_1`. A folder or zip, as EDM2's (arXiv:2312.02696v2): images and
+.npy (C, H, W), sorted by name, and perhaps `dataset.json`, {"labels": [["00000/img00000000.png", 3], ...]}.
+Floats are latents, whatever their channels mean (EDM2's: mean and deviation of a posterior), brought to mean
+0 and deviation 0.5 over the training items, which are all read at first unless both statistics are given.
+"""
+
+import gzip
+import io
+import json
+import tarfile
+import zipfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from shared.check import require
+from shared.diffusion import SIGMA_DATA
+
+FASHION_URL = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
+FASHION_MD5 = {"train-images-idx3-ubyte": "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
+               "train-labels-idx1-ubyte": "25c81989df183df01b3e8a0aad5dffbe",
+               "t10k-images-idx3-ubyte": "bef4ecab320f06d8554ea6380940ec79",
+               "t10k-labels-idx1-ubyte": "bb300cfdad3c16e7a12a480ee83cd310"}  # fmt: skip
+CIFAR_URL, CIFAR_MD5 = "https://www.cs.toronto.edu/~kriz/", "c32a1d4ab5d03f1284b67883e8d87530"
+CIFAR_FILES = [*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"]
+PIL_MODES = {"1": "L", "LA": "RGBA", "P": "RGB", "PA": "RGBA", "CMYK": "RGB", "YCbCr": "RGB"}  # read as these
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    source: str = "digits"  # digits, fashion-mnist, cifar10, or the path of a folder, a zip or an .npz
+    cache: Path = Path("data")  # where fashion-mnist/ and cifar10/ lie; files are downloaded when absent
+    image_size: int = 0  # center-crop and resize images to this size; 0 leaves them as they are
+    flip: bool = False  # flip images horizontally half of the time
+    holdout: int = 50  # every n-th item of a folder, zip or npz is held out for validation; 0: none
+    latent_mean: tuple[float, ...] = ()  # per-channel mean that standardizes latents; empty: measured
+    latent_std: tuple[float, ...] = ()  # per-channel standard deviation of latents; empty: measured
+
+
+@contextmanager
+def _naming(name: object) -> Iterator[None]:
+    """Makes one sentence that names the file of whatever is raised inside: decoders raise anything."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"cannot read {name}: {' '.join(str(error).split()) or repr(error)}") from error
+
+
+# The crop of ADM's released data pipeline (arXiv:2105.05233), EDM2's `center-crop-dhariwal`.
+def center_crop_and_resize(image: NDArray[np.uint8] | Image.Image, size: int) -> NDArray[np.uint8]:
+    """(H, W, C) or PIL -> (size, size, C): halve while twice too large, resize the short side, crop."""
+    if not isinstance(image, Image.Image):
+        image = Image.fromarray(image[..., 0] if image.shape[-1] == 1 else image)
+    while min(image.size) >= 2 * size:
+        image = image.resize([length // 2 for length in image.size], Image.Resampling.BOX)
+    scale = size / min(image.size)
+    image = image.resize([round(length * scale) for length in image.size], Image.Resampling.BICUBIC)
+    left, top = ((length - size) // 2 for length in image.size)
+    return np.atleast_3d(image)[top : top + size, left : left + size]
+
+
+class Dataset:
+    """Items `index` of a source: `read(i)` is its item i, names[i] what errors call it. `shape` is (C, H, W),
+    `labels` int64 (N,) or None, `num_classes` then 0; `latent_mean`, `latent_std` (C,), None for images."""
+
+    def __init__(self, read: Callable, names: list[str], labels: list | None, index: NDArray, size: int):
+        self.read, self.names, self.index, self.image_size = read, names, index, size
+        self.labels = None if labels is None else np.array(labels, np.int64)[index]
+        self.num_classes = 0 if labels is None else int(max(labels)) + 1
+        self.latent_mean = self.latent_std = self.form = None
+        self.form = (self.item(0).dtype, self.item(0).shape)  # that all items must have
+        self.shape = self.form[1]
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def item(self, i: int) -> NDArray:
+        """Item i of the source, (C, H, W), uint8 or float32."""
+        with _naming(self.names[i]):
+            item = self.read(i)
+            if item.dtype.kind == "f":
+                item = item.astype(np.float32)
+                require(np.isfinite(item).all(), "not all of its values are finite")
+            elif self.image_size:
+                item = center_crop_and_resize(item.transpose(1, 2, 0), self.image_size).transpose(2, 0, 1)
+            form = (item.dtype, item.shape)
+            if form != self.form:
+                require(self.form is None, f"it is {form}, but the first item is {self.form}")
+                require(item.ndim == 3 and form[0] in (np.uint8, np.float32), f"{form} is no image or latent")
+            return item
+
+    def images(self, indices: NDArray) -> NDArray[np.float32]:
+        """(B,) -> (B, C, H, W): images in [-1, 1], latents of mean 0 and deviation SIGMA_DATA."""
+        items = np.array([self.item(i) for i in self.index[indices]], np.float32).reshape(-1, *self.shape)
+        if self.latent_mean is None:
+            return items / 127.5 - 1
+        mean, std = np.array([self.latent_mean, self.latent_std], np.float32)[..., None, None]
+        return (items - mean) / std * SIGMA_DATA
+
+
+def _fetch(path: Path, url: str, md5: str) -> bytes:
+    """What `path` holds, or else `path`.gz, which is downloaded from the folder `url` when absent, too."""
+    packed = path.with_name(f"{path.name}.gz")
+    if not path.exists() and not packed.exists():
+        import pooch
+        pooch.retrieve(url + packed.name, f"md5:{md5}", packed.name, packed.parent, progressbar=True)
+    return path.read_bytes() if path.exists() else gzip.decompress(packed.read_bytes())
+
+
+def _arrays(source: str, folder: Path) -> tuple[NDArray, NDArray | None, int]:
+    """Images (N, C, H, W), labels and the number for training (0: unsaid) of what fits into memory."""
+    if source == "digits":
+        from sklearn.datasets import load_digits  # takes seconds
+        digits, order = load_digits(), np.random.RandomState(0).permutation(1797)  # the same in every NumPy
+        return np.rint(digits.images[order, None] * (255 / 16)).astype(np.uint8), digits.target[order], 1500
+    if source == "fashion-mnist":
+        arrays = []
+        for name, md5 in FASHION_MD5.items():
+            with _naming(folder / name):
+                raw, dims = _fetch(folder / name, FASHION_URL, md5), 3 if "idx3" in name else 1
+                magic, *shape = np.frombuffer(raw, ">u4", 1 + dims).tolist()
+                fits = magic == 0x800 + dims and (dims == 3 or shape[0] == len(arrays[-1]))
+                require(fits, f"{[magic, *shape]} is no IDX header, or not of a label for each image")
+                arrays.append(np.frombuffer(raw, np.uint8, offset=4 + 4 * dims).reshape(shape))
+        return np.concatenate(arrays[::2])[:, None], np.concatenate(arrays[1::2]), len(arrays[0])
+    if source == "cifar10":
+        files = {file.name: file.read_bytes() for file in folder.rglob("*.bin")}
+        if not files:
+            path = folder / "cifar-10-binary.tar"
+            with _naming(path), tarfile.open(fileobj=io.BytesIO(_fetch(path, CIFAR_URL, CIFAR_MD5))) as tar:
+                files = {Path(m.name).name: tar.extractfile(m).read() for m in tar if m.isfile()}
+        for name in CIFAR_FILES:
+            size = len(files.get(name, b""))
+            require(size and size % 3073 == 0, f"{folder / name} is absent or not of whole 3073-byte records")
+        records = np.frombuffer(b"".join(files[name] for name in CIFAR_FILES), np.uint8).reshape(-1, 3073)
+        return records[:, 1:].reshape(-1, 3, 32, 32), records[:, 0], len(records) - size // 3073
+    with _naming(source), open(source, "rb") as file, np.load(file, allow_pickle=False) as arrays:
+        images, labels = arrays.get("images", arrays.get("arr_0")), arrays.get("labels", arrays.get("arr_1"))
+        require(images is not None and images.ndim in (3, 4) and len(images), "it has no images")
+        require(labels is None or len(labels) == len(images), "it has not one label an image")
+        nhwc = images.dtype == np.uint8
+        return images.reshape(*images.shape[:3], -1).transpose(0, 3, 1, 2) if nhwc else images, labels, 0
+
+
+def _files(path: Path) -> tuple[Callable, list[str], list | None]:
+    """The reader, names and labels of a folder or zip."""
+    with _naming(f"{path}, neither digits, fashion-mnist, cifar10 nor a folder, zip or .npz"):
+        archive = None if path.is_dir() else zipfile.ZipFile(path)  # it locks its file: threads may share it
+    files = archive.namelist() if archive else [file.relative_to(path).as_posix() for file in path.rglob("*")]
+    load = archive.read if archive else lambda name: (path / name).read_bytes()
+    suffixes = {".npy", *Image.registered_extensions()}
+    names = sorted(name for name in files if Path(name).suffix.lower() in suffixes and "/." not in f"/{name}")
+    def read(i: int) -> NDArray:
+        file = io.BytesIO(load(names[i]))
+        if names[i].endswith(".npy"):
+            return np.load(file, allow_pickle=False)
+        image = Image.open(file)
+        return np.atleast_3d(image.convert(PIL_MODES.get(image.mode, image.mode))).transpose(2, 0, 1)
+    with _naming(path / "dataset.json"):
+        labels = dict(json.loads(load("dataset.json"))["labels"] or ()) if "dataset.json" in files else {}
+        for name in sorted(labels.keys() ^ set(names)) if labels else ():
+            raise ValueError(f"{name} has no label" if name in names else f"{name} has a label, but no file")
+    return read, [f"{path}/{name}" for name in names], [labels[name] for name in names] if labels else None
+
+
+def load_data(config: DataConfig) -> tuple[Dataset, Dataset]:
+    """(training, validation) of a source; validation may be empty. ValueError names what is wrong."""
+    source = config.source
+    if source in ("digits", "fashion-mnist", "cifar10") or source.endswith(".npz"):
+        images, labels, num_train = _arrays(source, Path(config.cache, source))
+        read, names = images.__getitem__, [f"{source} item {i}" for i in range(len(images))]
+    else:
+        (read, names, labels), num_train = _files(Path(source)), 0
+    for name, y in zip(names, () if labels is None else labels, strict=False):
+        require(isinstance(y, int | np.integer) and y >= 0, f"{name} has label {y}, not an integer from 0")
+    nth = np.arange(1, len(names) + 1)
+    held = nth > num_train if num_train else nth % (config.holdout or len(names) + 1) == 0
+    require(not held.all(), f"{source} holds {len(names)} images: too few with holdout {config.holdout}")
+    train, validation = (Dataset(read, names, labels, nth[p] - 1, config.image_size) for p in (~held, held))
+    if train.form[0] == np.float32:
+        mean, std = config.latent_mean, config.latent_std
+        if not (mean and std):
+            moments = [(x.mean((1, 2), float), x.var((1, 2), float)) for x in map(train.item, train.index)]
+            mu, var = np.swapaxes(moments, 0, 1)  # of each item: (N, C)
+            mean, std = mean or mu.mean(0).tolist(), std or np.sqrt(var.mean(0) + mu.var(0)).tolist()
+        fits = len(mean) == len(std) == train.shape[0] and min(std) > 0
+        require(fits, f"{source} has {train.shape[0]} channels: mean {mean} and deviation {std} do not fit")
+        for part in (train, validation):
+            part.latent_mean, part.latent_std = list(mean), list(std)
+    return train, validation
+
+
+def batches(dataset: Dataset, batch_size: int, seed: int, start: int, part: slice = slice(None),
+            workers: int = 2, flip: bool = False) -> Iterator[tuple[NDArray, NDArray | None]]:  # fmt: skip
+    """Endless (images, labels) from image `start` on, a pure function of all arguments but `workers`.
+
+    Every epoch has its permutation; a batch may straddle two. Of each batch `part` is read, for a rank
+    `slice(rank, None, world)`. `workers` threads read as many batches ahead; without any, the caller does."""
+    @lru_cache(maxsize=4)
+    def epoch(number: int) -> tuple[NDArray, NDArray]:
+        rng = np.random.default_rng([seed, number])
+        return rng.permutation(len(dataset)), rng.random(len(dataset)) < 0.5
+    def batch(position: int) -> tuple[NDArray, NDArray | None]:
+        places = [divmod(p, len(dataset)) for p in range(position, position + batch_size)[part]]
+        index = np.array([epoch(e)[0][i] for e, i in places], np.int64)
+        mirror = np.array([flip and epoch(e)[1][i] for e, i in places], bool)
+        images = dataset.images(index)
+        images[mirror] = images[mirror][..., ::-1]
+        return images, None if dataset.labels is None else dataset.labels[index]
+    with ThreadPoolExecutor(workers or 1) as pool:  # no threads before the first is needed
+        ahead = []
+        for position in range(start, 1 << 62, batch_size):
+            ahead.append(pool.submit(batch, position).result if workers else partial(batch, position))
+            if len(ahead) > workers:
+                yield ahead.pop(0)()
