@@ -24,13 +24,15 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from posthoc_ema.ema import SIGMA_REL_MAX, PowerFunctionEMA
+from posthoc_ema.ema import SIGMA_REL_MAX
+from shared.backend import convert, to_torch
 from shared.check import require
 from shared.files import write_whole
 
@@ -42,9 +44,9 @@ def snapshot_path(folder: Path, nimg: int, sigma_rel: float) -> Path:
     return folder / f"{nimg:09d}-{sigma_rel:.3f}.safetensors"
 
 
-def save_snapshot(path: Path, weights: dict[str, Tensor], header: dict, precision: str = "float32") -> None:
-    """Write weights as `precision`, a key of PRECISIONS, under `header`."""
-    dtype = PRECISIONS[precision]
+def save_snapshot(path: Path, weights: dict[str, Any], header: dict, precision: str = "float32") -> None:
+    """Write weights, torch's or tinygrad's, as `precision`, a key of PRECISIONS, under `header`."""
+    dtype, weights = PRECISIONS[precision], convert(weights, to_torch)
     cast = {k: (v.to(dtype) if v.is_floating_point() else v).cpu().contiguous() for k, v in weights.items()}
     write_whole(path, lambda file: save_file(cast, file.name, {"header": json.dumps(header)}))
 
@@ -71,7 +73,7 @@ def read_snapshot(path: Path) -> tuple[dict[str, Tensor], dict]:
     return {k: v.float() if v.is_floating_point() else v for k, v in tensors.items()}, header
 
 
-def save_snapshots(folder: Path, ema: PowerFunctionEMA, header: dict, precision: str = "float32") -> None:
+def save_snapshots(folder: Path, ema: Any, header: dict, precision: str = "float32") -> None:
     """Write each average of the tracker as it stands; `header` lacks only its time and length."""
     for sigma_rel in ema.lengths:
         own = {"nimg": ema.t, "sigma_rel": sigma_rel}

@@ -1,7 +1,7 @@
 """tinygrad beside PyTorch: a compiler for it, and its tensors and networks where torch's are expected.
 
-tinygrad's CPU backend runs `$CC`, `clang` unless set, for every kernel. Where the machine has no clang, the `ziglang`
-wheel has one: `zig clang`. That is two words and CC takes one, so a script of one line stands between.
+tinygrad's CPU backend runs `$CC`, `clang` unless set, for every kernel. Where there is none, the `ziglang` wheel
+has `zig clang`: two words where CC takes one, so a script of one line stands between.
 """
 
 import atexit
@@ -20,28 +20,17 @@ REMEDY = "tinygrad needs clang, and there is none here: pip install ziglang, or 
 
 
 def find_clang() -> bool:
-    """Point CC at a clang, before tinygrad compiles for the first time; False where none can be had."""
+    """Point CC at a clang, before tinygrad first compiles; False where none can be had: see REMEDY."""
     if "CC" in os.environ or shutil.which("clang"):
         return True
     wheel = find_spec("ziglang")
-    if wheel is None:
-        return False
-    folder = Path(tempfile.mkdtemp(prefix="clang-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    script = folder / "clang"
-    script.write_text(f'#!/bin/sh\nexec "{Path(wheel.origin).parent}/zig" clang "$@"\n')
-    script.chmod(0o700)
-    os.environ["CC"] = str(script)
-    return True
-
-
-def convert(state: Any, leaf: Callable[[Any], Any]) -> Any:
-    """`leaf` of every tensor in nested dicts and lists; other values as they are."""
-    if isinstance(state, dict):
-        return {key: convert(value, leaf) for key, value in state.items()}
-    if isinstance(state, list | tuple):
-        return [convert(value, leaf) for value in state]
-    return leaf(state) if hasattr(state, "numpy") else state
+    if wheel is not None:
+        folder = tempfile.mkdtemp(prefix="clang-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        os.environ["CC"] = f"{folder}/clang"
+        Path(folder, "clang").write_text(f'#!/bin/sh\nexec "{Path(wheel.origin).parent}/zig" clang "$@"\n')
+        Path(folder, "clang").chmod(0o700)
+    return wheel is not None
 
 
 def to_torch(tensor: Any) -> torch.Tensor:
@@ -49,15 +38,30 @@ def to_torch(tensor: Any) -> torch.Tensor:
 
 
 def to_tinygrad(tensor: torch.Tensor) -> Any:
-    from tinygrad import Tensor  # here, so that PyTorch alone runs without it
+    from tinygrad import Tensor  # here, so that PyTorch's side works without tinygrad
 
     return Tensor(tensor.numpy(force=True))
 
 
-class TorchFace:
-    """A tinygrad network that takes and gives torch tensors, and so serves samplers and validation as torch's.
+def tinygrad_weights(net: Any) -> dict[str, Any]:
+    from tinygrad.nn.state import get_state_dict
 
-    It computes `batch` images at a time, padding the last part, because TinyJit compiles for one shape.
+    return get_state_dict(net)
+
+
+def convert(state: Any, tensor: Callable[[Any], Any]) -> Any:
+    """Nested dicts and lists with `tensor` applied to every tensor, into the other framework's."""
+    if isinstance(state, dict):
+        return {key: convert(value, tensor) for key, value in state.items()}
+    if isinstance(state, list):
+        return [convert(value, tensor) for value in state]
+    return tensor(state) if hasattr(state, "numpy") else state
+
+
+class TorchFace:
+    """A tinygrad network that takes and gives torch tensors, so that sampling and validation need no twin.
+
+    It computes `batch` images at a time, the last part padded: TinyJit compiles for one shape.
     """
 
     def __init__(self, net: Any, batch: int):
@@ -66,11 +70,11 @@ class TorchFace:
     def __call__(self, *args: torch.Tensor | None) -> torch.Tensor:
         from tinygrad import Tensor, TinyJit
 
-        given = tuple(arg is not None for arg in args)
+        given = tuple(arg is not None for arg in args)  # TinyJit records one such pattern
         net = self.compiled.setdefault(given, TinyJit(lambda *args: self.net(*args).realize()))
-        arrays, parts = [None if arg is None else arg.numpy(force=True) for arg in args], []
+        parts = []
         for k in range(0, len(args[0]), self.batch):
-            rows = [a if a is None else a[k : k + self.batch] for a in arrays]
+            rows = [arg if arg is None else arg[k : k + self.batch].numpy(force=True) for arg in args]
             rows = [a if a is None else Tensor(np.resize(a, (self.batch, *a.shape[1:]))) for a in rows]
             parts.append(torch.from_numpy(net(*rows).numpy()))
         return torch.cat(parts)[: len(args[0])].to(args[0].device)

@@ -8,6 +8,7 @@ from typing import Any, BinaryIO, get_type_hints
 
 from torch import Tensor, nn
 
+from shared.backend import tinygrad_weights, to_tinygrad
 from shared.check import require
 
 
@@ -36,17 +37,23 @@ def config_from_dict(cls: type, values: dict) -> Any:
     return cls(**{name: restore(name, value) for name, value in values.items()})
 
 
-def load_strictly(net: nn.Module, weights: dict[str, Tensor], names: dict[str, str] | None = None) -> None:
-    """Load weights, under `names[theirs] = ours` where they are called differently.
+def load_strictly(net: Any, weights: dict[str, Tensor], names: dict[str, str] | None = None) -> None:
+    """Load weights into a network of either framework, under `names[theirs] = ours` where they are called
+    differently.
 
     ValueError, one sentence that lists them all, for entries that are missing, extra or of another shape.
     """
-    ours, names = net.state_dict(), names or {name: name for name in weights}
+    ours = net.state_dict() if isinstance(net, nn.Module) else tinygrad_weights(net)
+    names = names or {name: name for name in weights}
     faults = [f"{name} is missing" for name in ours.keys() - names.values()]
     for theirs, name in names.items():
         if name not in ours:
             faults.append(f"{theirs} is not of this network")
-        elif weights[theirs].shape != ours[name].shape:
+        elif tuple(weights[theirs].shape) != tuple(ours[name].shape):
             faults.append(f"{theirs} has shape {tuple(weights[theirs].shape)}, not {tuple(ours[name].shape)}")
     require(not faults, f"weights do not fit: {'; '.join(sorted(faults))}")
-    net.load_state_dict({name: weights[theirs] for theirs, name in names.items()})
+    if isinstance(net, nn.Module):
+        net.load_state_dict({name: weights[theirs] for theirs, name in names.items()})
+    else:
+        for theirs, name in names.items():
+            ours[name].replace(to_tinygrad(weights[theirs]))

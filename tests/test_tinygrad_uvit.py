@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from golden_cases import MATH, array, assert_close, cases, load_case
-from test_diffusion import SHAPE, D, name_in
+from test_diffusion import SCHEDULE, SHAPE, D, name_in
 from tinygrad_cases import (  # noqa: F401
     Tensor,
     arrays,
@@ -28,7 +28,7 @@ from minimal_uvit.official import load_official, official_name
 from posthoc_ema.ema_tinygrad import PowerFunctionEMA, TraditionalEMA
 from shared.diffusion import EDMPrecond, VPPrecond, edm_loss, log_normal_sigma, vp_loss, vp_uniform_sigma
 from shared.long_skip import Kind, LongSkipConfig
-from shared.samplers import dpmpp_2m, guided, heun, unlabelled
+from shared.samplers import dpmpp_2m, guided, heun, sigma_steps, unlabelled
 
 TINY = UViTConfig(img_size=4, patch_size=2, in_channels=3, width=16, depth=4, num_heads=2)
 QUICK = ("uvit_class", "scalelong_learnable")
@@ -63,7 +63,8 @@ def test_random_config(kind, seed):
     config = replace(
         TINY, width=8 * heads, num_heads=heads, mlp_ratio=rng.choice([1, 2.5]), qkv_bias=rng.random() < 0.5,
         mlp_time_embed=rng.random() < 0.5, num_classes=classes, null_class=classes > 0,
-        context_dim=5 * (text > 0), context_tokens=text, conv=rng.random() < 0.7, long_skip=LongSkipConfig(kind, kappa=0.6, reduction=2),
+        context_dim=5 * (text > 0), context_tokens=text, conv=rng.random() < 0.7,
+        long_skip=LongSkipConfig(kind, kappa=0.6, reduction=2),
     )  # fmt: skip
     torch.manual_seed(seed)
     net, twin = uvit.UViT(config), UViT(config)
@@ -167,14 +168,15 @@ def test_heun_golden(case):
     args, name = dict(case["args"]), name_in(case["noise"])
     denoiser = guided(D, unlabelled(D), args.pop("guidance", 1))
     churn = lambda k: Tensor(array(f"{name}:churn{k}", SHAPE))  # noqa: E731
-    out = heun(denoiser, Tensor(array(name, SHAPE)), churn_noise=churn, **args)
+    steps = [args.pop(key, default) for key, default in SCHEDULE.items()]
+    out = heun(denoiser, Tensor(array(name, SHAPE)), None, sigma_steps(*steps), churn_noise=churn, **args)
     assert error(out, np.reshape(case["out"], SHAPE)) <= 1e-4
 
 
 @pytest.mark.parametrize("case", MATH["dpmpp_2m"][:1], ids=lambda case: name_in(case["x0"]))
 def test_dpmpp_golden(case):
-    options = {key: case[key] for key in ("num_steps", "sigma_min", "sigma_max", "rho")}
-    out = dpmpp_2m(D, Tensor(array(name_in(case["x0"]), SHAPE)), **options)
+    steps = [case[key] for key in SCHEDULE]
+    out = dpmpp_2m(D, Tensor(array(name_in(case["x0"]), SHAPE)), None, sigma_steps(*steps))
     assert error(out, np.reshape(case["out"], SHAPE)) <= 1e-4
 
 

@@ -1,0 +1,129 @@
+"""Train a U-ViT in tinygrad: the twin of `train.py`, whose configs, data order and randomness it shares.
+
+Papers: as in `train.py`. From the same weights, both frameworks see the same batches, noise levels and noise,
+and their losses agree; their folders and snapshots have one format, and `sample.py` draws from either's.
+
+    python minimal_uvit/train_tinygrad.py                            # digits, 10 minutes on a laptop's CPU
+    python minimal_uvit/train_tinygrad.py s2_cifar10 --objective vp
+    DEV=CUDA python minimal_uvit/train_tinygrad.py s2_cifar10        # tinygrad finds its device by itself
+
+Reading order: `PRESETS`, `train`. Ctrl-C saves and stops; the same command goes on.
+
+Deviations: one process, float32; TinyJit compiles in any case. The digits network is smaller than PyTorch's,
+because tinygrad's matrix products on a CPU take several times as long.
+"""
+
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+from tinygrad import Context, Tensor, TinyJit
+from tinygrad.nn.optim import AdamW
+from tinygrad.nn.state import get_parameters, get_state_dict
+
+from minimal_uvit.model_tinygrad import UViT
+from minimal_uvit.train import PRESETS as TORCH_PRESETS
+from minimal_uvit.train import TrainConfig, check, learning_rate, picture
+from posthoc_ema.ema_tinygrad import PowerFunctionEMA
+from posthoc_ema.snapshots import save_snapshots
+from shared.backend import REMEDY, TorchFace, convert, find_clang, to_tinygrad, to_torch
+from shared.check import require
+from shared.data import load_data
+from shared.diffusion import EDMPrecond, VPPrecond, edm_loss, log_normal_sigma, vp_loss, vp_uniform_sigma
+from shared.run import Run, cli, validate
+
+PRESETS: dict[str, TrainConfig] = {
+    name: replace(config, run=replace(config.run, out=Path(f"{config.run.out}_tinygrad"), device="cpu"))
+    for name, config in TORCH_PRESETS.items()
+}
+DIGITS = PRESETS["digits"]
+PRESETS["digits"] = replace(
+    DIGITS, net=replace(DIGITS.net, width=64, depth=4), batch_size=64, lr=2e-3, warmup=6_400,
+    run=replace(DIGITS.run, duration=96_000, sample_every=32_000, snapshot_every=6_000),
+)  # fmt: skip
+
+
+def train(config: TrainConfig) -> None:
+    require(find_clang(), REMEDY)
+    require(config.precision == "float32", f"precision is {config.precision}: tinygrad trains in float32")
+    require(config.run.device in ("auto", "cpu"), "device is PyTorch's: set DEV to choose tinygrad's")
+    train_set, validation_set = load_data(config.data)
+    check(config, train_set)
+    recipe = asdict(config) | {"framework": "tinygrad"}
+    del recipe["run"]
+    with Run(replace(config.run, device="cpu"), recipe) as run, Context(TRAINING=1):
+        require(run.world == 1, "tinygrad trains in one process: leave torchrun out")
+        Tensor.manual_seed(config.seed)
+        net, averaged = UViT(config.net), UViT(config.net)
+        params = get_parameters(net)
+        optimizer = AdamW(params, config.lr, *config.betas, weight_decay=config.weight_decay)
+        ema = PowerFunctionEMA(net, config.sigma_rels)
+        if state := convert(run.resume(), to_tinygrad):
+            for name, value in get_state_dict(optimizer).items():  # its parameters are the network's
+                value.assign(state["optimizer"][name]).realize()
+            ema.load_state_dict(state["ema"])
+
+        precond, objective = (EDMPrecond, edm_loss) if config.objective == "edm" else (VPPrecond, vp_loss)
+        D = precond(net)
+        D_averaged = precond(TorchFace(averaged, config.batch_size))
+        header = {
+            "network": "minimal_uvit", "config": recipe["net"], "objective": config.objective,
+            "latent_mean": train_set.latent_mean, "latent_std": train_set.latent_std,
+        }  # fmt: skip
+        B = config.batch_size
+
+        @TinyJit
+        def backward(images: Tensor, sigma: Tensor, noise: Tensor, labels: Tensor | None) -> list[Tensor]:
+            """Loss and gradient norm, and the gradients: recorded as kernels once, then replayed."""
+            total, grads = Tensor.zeros(()), [Tensor.zeros(p.shape) for p in params]
+            for k in range(config.accumulate):
+                part = slice(k, None, config.accumulate)
+                y = None if labels is None else labels[part]
+                loss = objective(D, images[part], sigma[part], noise[part], y).sum() / B
+                grads = [grad + g for grad, g in zip(grads, loss.gradient(*params), strict=True)]
+                total = total + loss
+            Tensor.realize(total, *grads)
+            norm = Tensor.stack(*[grad.square().sum() for grad in grads]).sum().sqrt()
+            return [total, norm, *grads]
+
+        @TinyJit
+        def step(lr: Tensor, *grads: Tensor) -> None:
+            optimizer.lr.assign(lr)
+            for p, grad in zip(params, grads, strict=True):
+                p.grad = grad
+            optimizer.step()
+
+        for images, labels in run.batches(train_set, config.batch_size, config.seed, config.data.flip):
+            # Randomness as in train.py.
+            draw = dict(generator=run.generator(config.seed))
+            if config.objective == "edm":
+                sigma = log_normal_sigma(torch.randn(B, **draw), config.P_mean, config.P_std)
+            else:
+                sigma = vp_uniform_sigma(torch.rand(B, **draw))
+            noise = torch.randn(images.shape, **draw)                          # B C H W
+            if not config.net.num_classes:
+                labels = None
+            elif config.label_dropout:
+                keep = torch.rand(B, **draw) >= config.label_dropout
+                labels = labels.where(keep, config.net.num_classes - 1)
+
+            total, norm, *grads = backward(*convert([images, sigma, noise, labels], to_tinygrad))
+            if run.record(total.item(), norm.item()):
+                step(Tensor([learning_rate(config, run.nimg)]), *grads)
+                ema.update(run.nimg)
+
+            if run.due(config.run.sample_every):
+                weights = ema.weights(config.sigma_rels[0])
+                Tensor.realize(*(w.assign(weights[name]) for name, w in get_state_dict(averaged).items()))
+                run.log(validation=validate(D_averaged, validation_set, run.device))
+                picture(run, D_averaged, config.net)
+            elif run.due(config.run.log_every):
+                run.log()
+            if run.due(config.run.snapshot_every):
+                save_snapshots(run.folder / "snapshots", ema, header, config.run.snapshot_precision)
+            if run.due(config.run.checkpoint_every) or run.signal:
+                run.save(**convert(dict(optimizer=get_state_dict(optimizer), ema=ema.state_dict()), to_torch))
+
+
+if __name__ == "__main__":
+    cli(train, PRESETS, "Train a U-ViT in tinygrad: digits without an argument, or a preset and options.")
