@@ -34,9 +34,9 @@ class UViTConfig:
     img_size: int = 8  # height and width of the images or latents
     patch_size: int = 2  # height and width of a patch, one token each
     in_channels: int = 1  # channels of the images or latents
-    width: int = 128  # width D of the tokens
-    depth: int = 6  # transformer blocks besides the middle one, half before it and half after; even
-    num_heads: int = 4  # attention heads
+    width: int = 96  # width D of the tokens
+    depth: int = 4  # transformer blocks besides the middle one, half before it and half after; even
+    num_heads: int = 3  # attention heads
     mlp_ratio: float = 4.0  # hidden width of a block's MLP over D
     qkv_bias: bool = False  # bias in the query, key and value projection
     mlp_time_embed: bool = False  # a two-layer MLP on the time token
@@ -74,7 +74,7 @@ LATENT = dict(num_classes=1001, null_class=True, checkpointing=True)
 TEXT = dict(context_dim=768, context_tokens=77)
 PRESETS: dict[str, UViTConfig] = {
     #                            H   p  C  D    depth heads                               parameters, table 1
-    "digits":         UViTConfig(8,  2, 1, 128,  6,  4, num_classes=11, null_class=True),  #   1.5 M, ours
+    "digits":         UViTConfig(8,  2, 1, 96,   4,  3, num_classes=11, null_class=True),  #   0.6 M, ours
     "s2_cifar10":     UViTConfig(32, 2, 3, 512,  12, 8),                                   #  44.3 M
     "s4_celeba64":    UViTConfig(64, 4, 3, 512,  12, 8),                                   #  44.3 M
     "s2_deep_256":    UViTConfig(32, 2, 4, 512,  16, 8, **LATENT),                         #  58.4 M

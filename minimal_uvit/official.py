@@ -21,7 +21,7 @@ FIELDS = {
     "depth": "depth", "num_heads": "num_heads", "mlp_ratio": "mlp_ratio", "qkv_bias": "qkv_bias",
     "mlp_time_embed": "mlp_time_embed", "clip_dim": "context_dim", "num_clip_token": "context_tokens",
     "conv": "conv", "skip": "skip", "use_checkpoint": "checkpointing",
-}  # fmt: skip
+}
 SCALELONG = ("none", "inv_sqrt2", "constant", "learnable_shared", "learnable")  # by the released `scalelong`
 OTHERS = {"model", "name", "num_classes", "scalelong", "kappa"}
 

@@ -26,11 +26,11 @@ from tqdm import tqdm
 
 from minimal_uvit.model import PRESETS, UViT, UViTConfig
 from minimal_uvit.official import read_official
-from posthoc_ema.snapshots import find_snapshot, read_snapshot
+from posthoc_ema.snapshots import config_from_dict, find_snapshot, read_snapshot
 from shared.check import require
 from shared.diffusion import SIGMA_MAX, SIGMA_MIN, EDMPrecond, VPPrecond, vp_sigma
 from shared.figures import save_images
-from shared.files import config_from_dict, load_strictly
+from shared.files import load_strictly
 from shared.run import cli, find_device
 from shared.samplers import SAMPLERS, guided, seed_noise, sigma_steps, unlabelled
 

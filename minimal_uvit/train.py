@@ -8,7 +8,7 @@ EDM2, arXiv:2312.02696v2.
     python minimal_uvit/train.py --data.source my_images --net.img-size 32 --net.in-channels 3 ...
     torchrun --nproc_per_node 8 minimal_uvit/train.py m4_imagenet64 --data.source imagenet64.zip
 
-Reading order: `TrainConfig`, `PRESETS`, `train`. Ctrl-C saves and stops; the same command goes on.
+Reading order: `TrainConfig`, `PRESETS`, `draw`, `train`. Ctrl-C saves and stops; the same command goes on.
 
 Deviations: the objective is EDM's by default, so that the networks of this repository compare; `vp` is the
 paper's, without the times below 1e-3. Weights are averaged by power functions, not by an exponential.
@@ -21,6 +21,7 @@ from typing import Annotated, Literal
 
 import torch
 import tyro
+from torch import Tensor
 
 from minimal_uvit.model import PRESETS as NETWORKS
 from minimal_uvit.model import UViT, UViTConfig
@@ -87,8 +88,8 @@ IMAGENET64, LATENT256, LATENT512 = map(DataConfig, ("imagenet64.zip", "latents25
 PRESETS: dict[str, TrainConfig] = {
     "digits": TrainConfig(
         NETWORKS["digits"],
-        RunConfig(Path("runs/minimal_uvit"), 384_000, 6_400, 64_000, 24_000, 64_000),
-        lr=1e-3, betas=(0.9, 0.99), warmup=12_800, label_dropout=0.1,
+        RunConfig(Path("runs/minimal_uvit"), 192_000, 6_400, 32_000, 12_000, 32_000),
+        P_mean=-0.8, P_std=1.0, lr=3e-3, betas=(0.9, 0.99), warmup=12_800, label_dropout=0.1,
     ),
     "s2_cifar10":     released("s2_cifar10", CIFAR10, 500_000, 128, (0.99, 0.999), 2500),
     "s4_celeba64":    released("s4_celeba64", CELEBA64, 500_000, 128),
@@ -99,7 +100,7 @@ PRESETS: dict[str, TrainConfig] = {
     "h2_imagenet256": released("h2_imagenet256", LATENT256, 500_000, label_dropout=0.1),
     "l4_imagenet512": released("l4_imagenet512", LATENT512, 500_000, label_dropout=0.15),
     "h4_imagenet512": released("h4_imagenet512", LATENT512, 500_000, label_dropout=0.1),
-}  # fmt: skip
+}
 
 
 def learning_rate(config: TrainConfig, nimg: int) -> float:
@@ -116,7 +117,21 @@ def check(config: TrainConfig, dataset: Dataset) -> None:
     require(not net.context_tokens, "training on text needs text tokens, which no data set here has")
 
 
+def draw(config: TrainConfig, run: Run, shape: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """This rank's part of a step's randomness, which is drawn for the global batch: noise levels (B,), noise
+    (B, *shape) and the labels to keep (B,)."""
+    B, options = config.batch_size, dict(generator=run.generator(config.seed), device=run.device)
+    if config.objective == "edm":
+        sigma = log_normal_sigma(torch.randn(B, **options), config.P_mean, config.P_std)
+    else:
+        sigma = vp_uniform_sigma(torch.rand(B, **options))
+    noise = torch.randn(B, *shape, **options)
+    keep = torch.rand(B, **options) >= config.label_dropout
+    return sigma[run.part], noise[run.part], keep[run.part]
+
+
 def train(config: TrainConfig) -> None:
+    """Train, or go on training, what `config` says. ValueError for what cannot work; DivergedError."""
     train_set, validation_set = load_data(config.data)
     check(config, train_set)
     recipe = asdict(config)
@@ -139,33 +154,24 @@ def train(config: TrainConfig) -> None:
         header = {
             "network": "minimal_uvit", "config": recipe["net"], "objective": config.objective,
             "latent_mean": train_set.latent_mean, "latent_std": train_set.latent_std,
-        }  # fmt: skip
+        }
         autocast = torch.autocast(run.device.type, torch.bfloat16, enabled=config.precision == "bfloat16")
 
         for images, labels in run.batches(train_set, config.batch_size, config.seed, config.data.flip):
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(config, run.nimg)
-
-            # Randomness of the global batch, of which each rank takes its part.
-            draw = dict(generator=run.generator(config.seed), device=run.device)
-            B, shape = config.batch_size, images.shape[1:]
-            if config.objective == "edm":
-                sigma = log_normal_sigma(torch.randn(B, **draw), config.P_mean, config.P_std)[run.part]
-            else:
-                sigma = vp_uniform_sigma(torch.rand(B, **draw))[run.part]
-            noise = torch.randn(B, *shape, **draw)[run.part]                   # B/ranks C H W
+            sigma, noise, keep = draw(config, run, images.shape[1:])
             if not config.net.num_classes:
                 labels = None
             elif config.label_dropout:
-                keep = torch.rand(B, **draw)[run.part] >= config.label_dropout
                 labels = labels.where(keep, config.net.num_classes - 1)
 
             total = torch.zeros((), device=run.device)
             for k in range(config.accumulate):
                 part = slice(k, None, config.accumulate)
+                y = None if labels is None else labels[part]
                 with autocast:
-                    y = None if labels is None else labels[part]
-                    loss = objective(D, images[part], sigma[part], noise[part], y).sum() / B
+                    loss = objective(D, images[part], sigma[part], noise[part], y).sum() / config.batch_size
                 loss.backward()
                 total += loss.detach()
             if run.reduce(net, total):

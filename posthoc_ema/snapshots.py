@@ -19,12 +19,13 @@ Reading order: one snapshot (`save_snapshot`, `read_snapshot`), a run's (`save_s
 all that are in a folder (`list_snapshots`, `mapped`, `require_alike`).
 """
 
+import dataclasses
 import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -94,6 +95,20 @@ def find_snapshot(path: Path, sigma_rel: float | None = None) -> Path:
     wanted = "" if sigma_rel is None else f" of sigma_rel {sigma_rel}"
     require(bool(found), f"{path} holds no snapshot{wanted}")
     return max(found, key=lambda item: (item[0]["nimg"], -item[0]["sigma_rel"]))[1]
+
+
+def config_from_dict(cls: type, values: dict) -> Any:
+    """The config dataclass, nested ones too, of what `dataclasses.asdict` and JSON made of it."""
+    types = get_type_hints(cls)
+    unknown = sorted(values.keys() - types.keys())
+    require(not unknown, f"{cls.__name__} has no field {', '.join(unknown)}")
+
+    def restore(name: str, value: Any) -> Any:
+        if dataclasses.is_dataclass(types[name]):
+            return config_from_dict(types[name], value)
+        return tuple(value) if isinstance(value, list) else value
+
+    return cls(**{name: restore(name, value) for name, value in values.items()})
 
 
 # A folder of them -------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,10 +29,12 @@ from shared.check import require
 from shared.diffusion import SIGMA_DATA
 
 FASHION_URL = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
-FASHION_MD5 = {"train-images-idx3-ubyte": "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
-               "train-labels-idx1-ubyte": "25c81989df183df01b3e8a0aad5dffbe",
-               "t10k-images-idx3-ubyte": "bef4ecab320f06d8554ea6380940ec79",
-               "t10k-labels-idx1-ubyte": "bb300cfdad3c16e7a12a480ee83cd310"}  # fmt: skip
+FASHION_MD5 = {
+    "train-images-idx3-ubyte": "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
+    "train-labels-idx1-ubyte": "25c81989df183df01b3e8a0aad5dffbe",
+    "t10k-images-idx3-ubyte":  "bef4ecab320f06d8554ea6380940ec79",
+    "t10k-labels-idx1-ubyte":  "bb300cfdad3c16e7a12a480ee83cd310",
+}
 CIFAR_URL, CIFAR_MD5 = "https://www.cs.toronto.edu/~kriz/", "c32a1d4ab5d03f1284b67883e8d87530"
 CIFAR_FILES = [*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"]
 PIL_MODES = {"1": "L", "LA": "RGBA", "P": "RGB", "PA": "RGBA", "CMYK": "RGB", "YCbCr": "RGB"}  # read as these
@@ -50,7 +53,7 @@ class DataConfig:
 
 @contextmanager
 def _naming(name: object) -> Iterator[None]:
-    """Makes one sentence that names the file of whatever is raised inside: decoders raise anything."""
+    """One sentence that names the file, of whatever is raised inside: decoders raise anything."""
     try:
         yield
     except Exception as error:
@@ -70,14 +73,103 @@ def center_crop_and_resize(image: NDArray[np.uint8] | Image.Image, size: int) ->
     return np.atleast_3d(image)[top : top + size, left : left + size]
 
 
-class Dataset:
-    """Items `index` of a source: `read(i)` is its item i, names[i] what errors call it. `shape` is (C, H, W),
-    `labels` int64 (N,) or None, `num_classes` then 0; `latent_mean`, `latent_std` (C,), None for images."""
+class Source(NamedTuple):
+    """N items: `read(i)` is item i, (C, H, W), uint8 or, a latent, float; names[i] is what errors call it."""
 
-    def __init__(self, read: Callable, names: list[str], labels: list | None, index: NDArray, size: int):
-        self.read, self.names, self.index, self.image_size = read, names, index, size
-        self.labels = None if labels is None else np.array(labels, np.int64)[index]
-        self.num_classes = 0 if labels is None else int(max(labels)) + 1
+    read: Callable[[int], NDArray]
+    names: list[str]
+    labels: list | None
+    num_train: int = 0  # the first so many are for training; 0: unsaid
+
+
+def _in_memory(name: str, images: NDArray, labels: NDArray | None, num_train: int = 0) -> Source:
+    return Source(images.__getitem__, [f"{name} item {i}" for i in range(len(images))], labels, num_train)
+
+
+def _fetch(path: Path, url: str, md5: str) -> bytes:
+    """What `path` holds, or else `path`.gz, which is downloaded from the folder `url` when absent, too."""
+    packed = path.with_name(f"{path.name}.gz")
+    if not path.exists() and not packed.exists():
+        import pooch
+        pooch.retrieve(url + packed.name, f"md5:{md5}", packed.name, packed.parent, progressbar=True)
+    return path.read_bytes() if path.exists() else gzip.decompress(packed.read_bytes())
+
+
+def _digits(_: Path) -> Source:
+    from sklearn.datasets import load_digits  # takes seconds
+    digits, order = load_digits(), np.random.RandomState(0).permutation(1797)  # the same in every NumPy
+    images = np.rint(digits.images[order, None] * (255 / 16)).astype(np.uint8)
+    return _in_memory("digits", images, digits.target[order], 1500)
+
+
+def _fashion_mnist(folder: Path) -> Source:
+    arrays = []
+    for name, md5 in FASHION_MD5.items():
+        with _naming(folder / name):
+            raw, dims = _fetch(folder / name, FASHION_URL, md5), 3 if "idx3" in name else 1
+            magic, *shape = np.frombuffer(raw, ">u4", 1 + dims).tolist()
+            fits = magic == 0x800 + dims and (dims == 3 or shape[0] == len(arrays[-1]))
+            require(fits, f"{[magic, *shape]} is no IDX header, or not of a label for each image")
+            arrays.append(np.frombuffer(raw, np.uint8, offset=4 + 4 * dims).reshape(shape))
+    images, labels = np.concatenate(arrays[::2])[:, None], np.concatenate(arrays[1::2])
+    return _in_memory("fashion-mnist", images, labels, len(arrays[0]))
+
+
+def _cifar10(folder: Path) -> Source:
+    files = {file.name: file.read_bytes() for file in folder.rglob("*.bin")}
+    if not files:
+        path = folder / "cifar-10-binary.tar"
+        with _naming(path), tarfile.open(fileobj=io.BytesIO(_fetch(path, CIFAR_URL, CIFAR_MD5))) as tar:
+            files = {Path(m.name).name: tar.extractfile(m).read() for m in tar if m.isfile()}
+    for name in CIFAR_FILES:
+        size = len(files.get(name, b""))
+        require(size and size % 3073 == 0, f"{folder / name} is absent or not of whole 3073-byte records")
+    records = np.frombuffer(b"".join(files[name] for name in CIFAR_FILES), np.uint8).reshape(-1, 3073)
+    images, labels = records[:, 1:].reshape(-1, 3, 32, 32), records[:, 0]
+    return _in_memory("cifar10", images, labels, len(records) - size // 3073)
+
+
+def _npz(path: Path) -> Source:
+    with _naming(path), open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
+        images, labels = arrays.get("images", arrays.get("arr_0")), arrays.get("labels", arrays.get("arr_1"))
+        require(images is not None and images.ndim in (3, 4) and len(images), "it has no images")
+        require(labels is None or len(labels) == len(images), "it has not one label an image")
+        if images.dtype == np.uint8:
+            images = images.reshape(*images.shape[:3], -1).transpose(0, 3, 1, 2)
+        return _in_memory(str(path), images, labels)
+
+
+def _files(path: Path) -> Source:
+    """A folder or a zip."""
+    with _naming(f"{path}, neither digits, fashion-mnist, cifar10 nor a folder, zip or .npz"):
+        archive = None if path.is_dir() else zipfile.ZipFile(path)  # it locks its file: threads may share it
+    files = archive.namelist() if archive else [file.relative_to(path).as_posix() for file in path.rglob("*")]
+    load = archive.read if archive else lambda name: (path / name).read_bytes()
+    suffixes = {".npy", *Image.registered_extensions()}
+    names = sorted(name for name in files if Path(name).suffix.lower() in suffixes and "/." not in f"/{name}")
+
+    def read(i: int) -> NDArray:
+        file = io.BytesIO(load(names[i]))
+        if names[i].endswith(".npy"):
+            return np.load(file, allow_pickle=False)
+        image = Image.open(file)
+        return np.atleast_3d(image.convert(PIL_MODES.get(image.mode, image.mode))).transpose(2, 0, 1)
+
+    with _naming(path / "dataset.json"):
+        labels = dict(json.loads(load("dataset.json"))["labels"] or ()) if "dataset.json" in files else {}
+        for name in sorted(labels.keys() ^ set(names)) if labels else ():
+            raise ValueError(f"{name} has no label" if name in names else f"{name} has a label, but no file")
+    return Source(read, [f"{path}/{name}" for name in names], [labels[n] for n in names] if labels else None)
+
+
+class Dataset:
+    """Some items of a source. `shape` is (C, H, W); `labels` int64 (N,), or None with `num_classes` 0;
+    `latent_mean` and `latent_std` (C,) lists, None for images."""
+
+    def __init__(self, source: Source, index: NDArray, image_size: int):
+        self.source, self.index, self.image_size = source, index, image_size
+        self.labels = None if source.labels is None else np.array(source.labels, np.int64)[index]
+        self.num_classes = 0 if source.labels is None else int(max(source.labels)) + 1
         self.latent_mean = self.latent_std = self.form = None
         self.form = (self.item(0).dtype, self.item(0).shape)  # that all items must have
         self.shape = self.form[1]
@@ -87,8 +179,8 @@ class Dataset:
 
     def item(self, i: int) -> NDArray:
         """Item i of the source, (C, H, W), uint8 or float32."""
-        with _naming(self.names[i]):
-            item = self.read(i)
+        with _naming(self.source.names[i]):
+            item = self.source.read(i)
             if item.dtype.kind == "f":
                 item = item.astype(np.float32)
                 require(np.isfinite(item).all(), "not all of its values are finite")
@@ -109,85 +201,20 @@ class Dataset:
         return (items - mean) / std * SIGMA_DATA
 
 
-def _fetch(path: Path, url: str, md5: str) -> bytes:
-    """What `path` holds, or else `path`.gz, which is downloaded from the folder `url` when absent, too."""
-    packed = path.with_name(f"{path.name}.gz")
-    if not path.exists() and not packed.exists():
-        import pooch
-        pooch.retrieve(url + packed.name, f"md5:{md5}", packed.name, packed.parent, progressbar=True)
-    return path.read_bytes() if path.exists() else gzip.decompress(packed.read_bytes())
-
-
-def _arrays(source: str, folder: Path) -> tuple[NDArray, NDArray | None, int]:
-    """Images (N, C, H, W), labels and the number for training (0: unsaid) of what fits into memory."""
-    if source == "digits":
-        from sklearn.datasets import load_digits  # takes seconds
-        digits, order = load_digits(), np.random.RandomState(0).permutation(1797)  # the same in every NumPy
-        return np.rint(digits.images[order, None] * (255 / 16)).astype(np.uint8), digits.target[order], 1500
-    if source == "fashion-mnist":
-        arrays = []
-        for name, md5 in FASHION_MD5.items():
-            with _naming(folder / name):
-                raw, dims = _fetch(folder / name, FASHION_URL, md5), 3 if "idx3" in name else 1
-                magic, *shape = np.frombuffer(raw, ">u4", 1 + dims).tolist()
-                fits = magic == 0x800 + dims and (dims == 3 or shape[0] == len(arrays[-1]))
-                require(fits, f"{[magic, *shape]} is no IDX header, or not of a label for each image")
-                arrays.append(np.frombuffer(raw, np.uint8, offset=4 + 4 * dims).reshape(shape))
-        return np.concatenate(arrays[::2])[:, None], np.concatenate(arrays[1::2]), len(arrays[0])
-    if source == "cifar10":
-        files = {file.name: file.read_bytes() for file in folder.rglob("*.bin")}
-        if not files:
-            path = folder / "cifar-10-binary.tar"
-            with _naming(path), tarfile.open(fileobj=io.BytesIO(_fetch(path, CIFAR_URL, CIFAR_MD5))) as tar:
-                files = {Path(m.name).name: tar.extractfile(m).read() for m in tar if m.isfile()}
-        for name in CIFAR_FILES:
-            size = len(files.get(name, b""))
-            require(size and size % 3073 == 0, f"{folder / name} is absent or not of whole 3073-byte records")
-        records = np.frombuffer(b"".join(files[name] for name in CIFAR_FILES), np.uint8).reshape(-1, 3073)
-        return records[:, 1:].reshape(-1, 3, 32, 32), records[:, 0], len(records) - size // 3073
-    with _naming(source), open(source, "rb") as file, np.load(file, allow_pickle=False) as arrays:
-        images, labels = arrays.get("images", arrays.get("arr_0")), arrays.get("labels", arrays.get("arr_1"))
-        require(images is not None and images.ndim in (3, 4) and len(images), "it has no images")
-        require(labels is None or len(labels) == len(images), "it has not one label an image")
-        nhwc = images.dtype == np.uint8
-        return images.reshape(*images.shape[:3], -1).transpose(0, 3, 1, 2) if nhwc else images, labels, 0
-
-
-def _files(path: Path) -> tuple[Callable, list[str], list | None]:
-    """The reader, names and labels of a folder or zip."""
-    with _naming(f"{path}, neither digits, fashion-mnist, cifar10 nor a folder, zip or .npz"):
-        archive = None if path.is_dir() else zipfile.ZipFile(path)  # it locks its file: threads may share it
-    files = archive.namelist() if archive else [file.relative_to(path).as_posix() for file in path.rglob("*")]
-    load = archive.read if archive else lambda name: (path / name).read_bytes()
-    suffixes = {".npy", *Image.registered_extensions()}
-    names = sorted(name for name in files if Path(name).suffix.lower() in suffixes and "/." not in f"/{name}")
-    def read(i: int) -> NDArray:
-        file = io.BytesIO(load(names[i]))
-        if names[i].endswith(".npy"):
-            return np.load(file, allow_pickle=False)
-        image = Image.open(file)
-        return np.atleast_3d(image.convert(PIL_MODES.get(image.mode, image.mode))).transpose(2, 0, 1)
-    with _naming(path / "dataset.json"):
-        labels = dict(json.loads(load("dataset.json"))["labels"] or ()) if "dataset.json" in files else {}
-        for name in sorted(labels.keys() ^ set(names)) if labels else ():
-            raise ValueError(f"{name} has no label" if name in names else f"{name} has a label, but no file")
-    return read, [f"{path}/{name}" for name in names], [labels[name] for name in names] if labels else None
-
-
 def load_data(config: DataConfig) -> tuple[Dataset, Dataset]:
     """(training, validation) of a source; validation may be empty. ValueError names what is wrong."""
-    source = config.source
-    if source in ("digits", "fashion-mnist", "cifar10") or source.endswith(".npz"):
-        images, labels, num_train = _arrays(source, Path(config.cache, source))
-        read, names = images.__getitem__, [f"{source} item {i}" for i in range(len(images))]
+    known = {"digits": _digits, "fashion-mnist": _fashion_mnist, "cifar10": _cifar10}
+    if config.source in known:
+        source = known[config.source](config.cache / config.source)
     else:
-        (read, names, labels), num_train = _files(Path(source)), 0
-    for name, y in zip(names, () if labels is None else labels, strict=False):
+        source = (_npz if config.source.endswith(".npz") else _files)(Path(config.source))
+    for name, y in zip(source.names, () if source.labels is None else source.labels, strict=False):
         require(isinstance(y, int | np.integer) and y >= 0, f"{name} has label {y}, not an integer from 0")
-    nth = np.arange(1, len(names) + 1)
-    held = nth > num_train if num_train else nth % (config.holdout or len(names) + 1) == 0
-    require(not held.all(), f"{source} holds {len(names)} images: too few with holdout {config.holdout}")
-    train, validation = (Dataset(read, names, labels, nth[p] - 1, config.image_size) for p in (~held, held))
+    N = len(source.names)
+    nth = np.arange(1, N + 1)
+    held = nth > source.num_train if source.num_train else nth % (config.holdout or N + 1) == 0
+    require(not held.all(), f"{config.source} holds {N} images: too few with holdout {config.holdout}")
+    train, validation = (Dataset(source, nth[part] - 1, config.image_size) for part in (~held, held))
     if train.form[0] == np.float32:
         mean, std = config.latent_mean, config.latent_std
         if not (mean and std):
@@ -195,22 +222,27 @@ def load_data(config: DataConfig) -> tuple[Dataset, Dataset]:
             mu, var = np.swapaxes(moments, 0, 1)  # of each item: (N, C)
             mean, std = mean or mu.mean(0).tolist(), std or np.sqrt(var.mean(0) + mu.var(0)).tolist()
         fits = len(mean) == len(std) == train.shape[0] and min(std) > 0
-        require(fits, f"{source} has {train.shape[0]} channels: mean {mean} and deviation {std} do not fit")
+        require(fits, f"{config.source} has {train.shape[0]} channels: {mean} and {std} do not fit")
         for part in (train, validation):
             part.latent_mean, part.latent_std = list(mean), list(std)
     return train, validation
 
 
-def batches(dataset: Dataset, batch_size: int, seed: int, start: int, part: slice = slice(None),
-            workers: int = 2, flip: bool = False) -> Iterator[tuple[NDArray, NDArray | None]]:  # fmt: skip
+def batches(
+    dataset: Dataset, batch_size: int, seed: int, start: int,
+    part: slice = slice(None), workers: int = 2, flip: bool = False,
+) -> Iterator[tuple[NDArray, NDArray | None]]:
     """Endless (images, labels) from image `start` on, a pure function of all arguments but `workers`.
 
-    Every epoch has its permutation; a batch may straddle two. Of each batch `part` is read, for a rank
-    `slice(rank, None, world)`. `workers` threads read as many batches ahead; without any, the caller does."""
+    Every epoch has its permutation; a batch may straddle two. Only `part` of each is read, a rank's share.
+    `workers` threads read as many batches ahead; without any, the caller does.
+    """
+
     @lru_cache(maxsize=4)
     def epoch(number: int) -> tuple[NDArray, NDArray]:
         rng = np.random.default_rng([seed, number])
         return rng.permutation(len(dataset)), rng.random(len(dataset)) < 0.5
+
     def batch(position: int) -> tuple[NDArray, NDArray | None]:
         places = [divmod(p, len(dataset)) for p in range(position, position + batch_size)[part]]
         index = np.array([epoch(e)[0][i] for e, i in places], np.int64)
@@ -218,6 +250,7 @@ def batches(dataset: Dataset, batch_size: int, seed: int, start: int, part: slic
         images = dataset.images(index)
         images[mirror] = images[mirror][..., ::-1]
         return images, None if dataset.labels is None else dataset.labels[index]
+
     with ThreadPoolExecutor(workers or 1) as pool:  # no threads before the first is needed
         ahead = []
         for position in range(start, 1 << 62, batch_size):

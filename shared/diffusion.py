@@ -7,12 +7,6 @@ Everything that trains or samples speaks of a denoiser D(x; sigma, labels): x = 
 (B, C, H, W), sigma (B,) is their noise level, labels (B,) are class indices or None. A network F becomes a
 denoiser by preconditioning. Everything here is arithmetic on arrays, so torch, tinygrad and numpy all take
 it, and all randomness is an argument, so two frameworks can be given the same.
-
-| symbol        | name         |                                                          |
-| ------------- | ------------ | -------------------------------------------------------- |
-| sigma_data    | `SIGMA_DATA` | standard deviation of the data                           |
-| lambda(sigma) | `weight`     | loss weight that evens out the effective weights         |
-| alpha_bar(t)  | `alpha_bar`  | squared signal scale of the VP process at time t         |
 """
 
 import math
@@ -70,11 +64,9 @@ def vp_uniform_sigma(uniform: Array, t_min: float = 1e-3) -> Array:
 
 
 class EDMPrecond:
-    """D(x; sigma) = c_skip x + c_out F(c_in x, c_noise), EDM Eq. 7.
-
-    c_noise is ln(sigma), brought to 0..1000 over EDM's noise levels: U-ViT's and ADM's sinusoidal embeddings
-    were made for that range, and would see EDM's own ln(sigma) / 4, a range of 2.6, as nearly one time.
-    """
+    """D(x; sigma) = c_skip x + c_out F(c_in x, c_noise), EDM Eq. 7. c_noise is ln(sigma), brought to 0..1000
+    over EDM's noise levels: the range that U-ViT's and ADM's sinusoidal embeddings were made for, to which
+    EDM's own ln(sigma) / 4, a range of 2.6, would be nearly one time."""
 
     def __init__(self, net: Callable):
         self.net = net

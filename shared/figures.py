@@ -1,7 +1,6 @@
 """Pictures of a run: samples, as grids or one by one, and loss curves."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -36,9 +35,7 @@ def save_grid(path: Path, images: np.ndarray, columns: int) -> None:
     save_png(path, sheet, factor=max(1, round(480 / sheet.shape[1])))
 
 
-def save_images(
-    path: Path, images: np.ndarray, labels: Sequence[int] | None, seed: int, header: dict
-) -> None:
+def save_images(path: Path, images: np.ndarray, labels: list | None, seed: int, header: dict) -> None:
     """Write images (B, C, H, W) as `path` asks: .png, one grid; .npz, `arr_0` uint8 (B, H, W, C) and labels
     `arr_1`; else a folder of PNGs named by seed. Latents, whose statistics are in a snapshot's `header`, go
     back to their own scale, and only into an .npz: `arr_0` float32 (B, C, H, W)."""

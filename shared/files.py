@@ -1,10 +1,9 @@
-"""Files that are whole or not there, configs read back from JSON, weights loaded strictly."""
+"""Files that are whole or not there, and weights loaded strictly."""
 
-import dataclasses
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO, get_type_hints
+from typing import Any, BinaryIO
 
 from torch import Tensor, nn
 
@@ -23,26 +22,9 @@ def write_whole(path: Path, write: Callable[[BinaryIO], Any]) -> None:
     os.replace(beside, path)
 
 
-def config_from_dict(cls: type, values: dict) -> Any:
-    """The config dataclass, nested ones too, of what `dataclasses.asdict` and JSON made of it."""
-    types = get_type_hints(cls)
-    unknown = sorted(values.keys() - types.keys())
-    require(not unknown, f"{cls.__name__} has no field {', '.join(unknown)}")
-
-    def restore(name: str, value: Any) -> Any:
-        if dataclasses.is_dataclass(types[name]):
-            return config_from_dict(types[name], value)
-        return tuple(value) if isinstance(value, list) else value
-
-    return cls(**{name: restore(name, value) for name, value in values.items()})
-
-
 def load_strictly(net: Any, weights: dict[str, Tensor], names: dict[str, str] | None = None) -> None:
     """Load weights into a network of either framework, under `names[theirs] = ours` where they are called
-    differently.
-
-    ValueError, one sentence that lists them all, for entries that are missing, extra or of another shape.
-    """
+    differently. One ValueError lists all entries that are missing, extra or of another shape."""
     ours = net.state_dict() if isinstance(net, nn.Module) else tinygrad_weights(net)
     names = names or {name: name for name in weights}
     faults = [f"{name} is missing" for name in ours.keys() - names.values()]

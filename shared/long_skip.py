@@ -1,21 +1,17 @@
 """Long-skip scaling: how strongly an encoder feature enters its decoder block.
 
 Paper: ScaleLong, arXiv:2310.13545v1. A U-shaped network hands N encoder features to its decoder over long
-skips. The bounds on its hidden features, its gradients and its sensitivity all grow with sum_i kappa_i^2, so
-scaling the skips by kappa_i < 1 steadies training. Every network of this repository scales its skips here.
+skips. The bounds on its hidden features, its gradients and its sensitivity all grow with the kappa_i, so
+scaling the skips by kappa_i < 1 steadies training. Skips are numbered as in the paper: i = 1 is the outermost
+(first encoder feature, last decoder block), i = N the innermost.
 
-Skips are numbered as in the paper: i = 1 is the outermost (first encoder feature, last decoder block), i = N
-the innermost.
-
-| kind               | kappa_i                                                                          |
-| ------------------ | -------------------------------------------------------------------------------- |
-| `none`             | 1                                                                                |
-| `inv_sqrt2`        | 1/sqrt(2)                                                                        |
-| `constant` (CS)    | kappa^(i-1)                                                                      |
-| `learnable` (LS)   | sigmoid(W2 relu(W1 pool(skip_i))), one calibration network per skip              |
-| `learnable_shared` | the same, one calibration network for all skips of one width                     |
-
-Reading order: `LongSkipConfig`, `long_skip_coefficients` (the constants), `LongSkipScaling` (the module).
+| kind               | kappa_i                                                             |
+| ------------------ | ------------------------------------------------------------------- |
+| `none`             | 1                                                                   |
+| `inv_sqrt2`        | 1/sqrt(2)                                                           |
+| `constant` (CS)    | kappa^(i-1)                                                         |
+| `learnable` (LS)   | sigmoid(W2 relu(W1 pool(skip_i))), one calibration network per skip |
+| `learnable_shared` | the same, one calibration network for all skips of one width        |
 
 Deviations: a calibration network never has an empty hidden layer; the released code builds one of width 0
 when `reduction` exceeds the width.
@@ -23,6 +19,7 @@ when `reduction` exceeds the width.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, get_args
 
 from torch import Tensor, nn
@@ -50,11 +47,8 @@ class LongSkipConfig:
 
 
 def long_skip_coefficients(kind: Kind, kappa: float, num_skips: int) -> list[float]:
-    """kappa_1 .. kappa_N of a constant scaling, outermost first (ScaleLong section 4.1).
-
-    Raises ValueError for arguments that `LongSkipConfig` refuses, and for the learnable kinds: their
-    coefficients depend on the features.
-    """
+    """kappa_1 .. kappa_N of a constant scaling, outermost first (ScaleLong section 4.1). ValueError for what
+    `LongSkipConfig` refuses, and for learnable kinds, whose coefficients depend on the features."""
     learnable = LongSkipConfig(kind, kappa).learnable
     require(not learnable, f"long-skip kind {kind!r} has no constant coefficients")
     base = {"none": 1.0, "inv_sqrt2": 2**-0.5}
@@ -80,8 +74,8 @@ class LongSkipScaling(nn.Module):
     Args:
         config: the kind of scaling and its constants.
         widths: length of each pooled skip, outermost first: its channels in a UNet, its tokens in U-ViT.
-        pool_dims: the dimensions of a skip that the learnable kinds average over, leaving (B, width): space,
-            `(2, 3)`, gives a coefficient per channel; channels, `(2,)`, gives one per token.
+        pool_dims: what the learnable kinds average over: space, `(2, 3)`, leaves a coefficient per channel;
+            channels, `(2,)`, one per token.
         layer: `layer(inputs, outputs)` makes a calibration network's layers.
     """
 
@@ -98,9 +92,8 @@ class LongSkipScaling(nn.Module):
         self.pool_dims = pool_dims
         if config.learnable:
             keys = {self.key(i): width for i, width in enumerate(self.widths, start=1)}
-            self.networks = nn.ModuleDict(
-                {key: CalibrationNetwork(width, config.reduction, layer) for key, width in keys.items()}
-            )
+            network = partial(CalibrationNetwork, reduction=config.reduction, layer=layer)
+            self.networks = nn.ModuleDict({key: network(width) for key, width in keys.items()})
         else:
             self.coefficients = long_skip_coefficients(config.kind, config.kappa, len(self.widths))
 
@@ -109,8 +102,7 @@ class LongSkipScaling(nn.Module):
         return str(i if self.config.kind == "learnable" else self.widths[i - 1])
 
     def kappa(self, skip: Tensor, i: int) -> Tensor | float:
-        """kappa_i, i = 1 outermost: a number, or a tensor of 1 in the pooled dimensions and the batch and
-        width of `skip` in the others."""
+        """kappa_i, i = 1 outermost: a number, or a tensor with 1 in the pooled dimensions of `skip`."""
         if not self.config.learnable:
             return self.coefficients[i - 1]
         kappa = self.networks[self.key(i)](skip.mean(self.pool_dims))

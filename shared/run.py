@@ -1,12 +1,9 @@
 """The mechanics of a run: what every training needs and no paper mentions.
 
-`cli` turns a config into a command. `Run` is called by name from each `train.py`'s loop: ranks and device,
-run folder, log, progress, checkpoints, resuming, signals. `validate` measures a denoiser.
-
-A run's folder is `config.json`, `log.jsonl`, `checkpoint.pt`, `snapshots/`, `samples/` and `loss.png`. Files
-are written beside and renamed, so a run killed at any moment leaves whole ones, and the same command resumes
-it. All randomness is a function of the seed and of the position in training, so the steps since the last
-checkpoint come out the same again.
+`cli` makes a command of a config. `Run` is called by name from each `train.py`'s loop. A run's folder holds
+`config.json`, `log.jsonl`, `checkpoint.pt`, `snapshots/`, `samples/` and `loss.png`. Files are written beside
+and renamed, so a run killed at any moment leaves whole ones, and the same command resumes it. All randomness
+is a function of the seed and of the position in training: steps since the last checkpoint come out the same.
 """
 
 import contextlib
@@ -44,11 +41,8 @@ class DivergedError(RuntimeError):
 
 
 def cli(main: Callable[[Any], None], options: Any, description: str) -> None:
-    """Run `main` on options parsed from the command line.
-
-    `options` is a config dataclass, or a dict of presets, its first one the default. Bad input is one line
-    on stderr and exit status 2; a run that diverged, one line and status 1.
-    """
+    """Run `main` on options parsed from the command line: a config dataclass, or a dict of presets, the first
+    the default. Bad input is one line on stderr and exit status 2; a run that diverged, status 1."""
     presets = isinstance(options, dict)
     kind = tyro.extras.subcommand_type_from_defaults(options) if presets else options
     default = next(iter(options.values())) if presets else tyro.MISSING_NONPROP
@@ -112,30 +106,30 @@ class Run:
         self.nimg, self.losses, self.skipped = 0, [], 0
         self.caught = self.signal = 0  # the signal that this rank got, and that all ranks agreed to stop on
         recipe = json.loads(json.dumps(recipe, default=str))
-        if (self.folder / "config.json").exists():
+        path = self.folder / "config.json"
+        if path.exists():
             try:
-                saved = json.loads((self.folder / "config.json").read_text())
+                saved = json.loads(path.read_text())
             except ValueError as error:
-                raise ValueError(f"{self.folder / 'config.json'} is truncated or not JSON") from error
+                raise ValueError(f"{path} is truncated or not JSON") from error
             for name, theirs, ours in differences(saved, recipe):
-                hint = "choose another --out, or the run's own value"
-                raise ValueError(f"{self.folder} holds a run with {name} {theirs}, not {ours}: {hint}")
+                told = f"{self.folder} holds a run with {name} {theirs}, not {ours}"
+                raise ValueError(f"{told}: choose another --out, or the run's own value")
         else:
-            empty = not self.folder.exists() or (self.folder.is_dir() and not any(self.folder.iterdir()))
+            inside = list(self.folder.iterdir()) if self.folder.is_dir() else [self.folder]
+            empty = not self.folder.exists() or all(path.suffix == ".part" for path in inside)
             require(empty, f"{self.folder} exists and holds no run: choose another --out")
         if self.world > 1:
             dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
             dist.barrier()  # every rank has looked at the folder before one writes to it
         if self.rank == 0:
-            text = json.dumps(recipe, indent=1) + "\n"
-            write_whole(self.folder / "config.json", lambda file: file.write(text.encode()))
+            write_whole(path, lambda file: file.write(json.dumps(recipe, indent=1).encode() + b"\n"))
 
     def __enter__(self) -> "Run":
         self.handlers = {s: signal.signal(s, self._stop) for s in (signal.SIGTERM, signal.SIGINT)}
         wait = 0.2 if sys.stderr.isatty() else 20  # seconds between updates; seldom, to a file
-        self.bar = tqdm(
-            total=self.config.duration, unit="img", unit_scale=True, mininterval=wait, disable=self.rank > 0
-        )
+        total = self.config.duration
+        self.bar = tqdm(total=total, unit="img", unit_scale=True, mininterval=wait, disable=self.rank > 0)
         return self
 
     def __exit__(self, kind: type | None, *_: object) -> None:
@@ -147,6 +141,8 @@ class Run:
         if self.signal and kind is None:
             print(f"stopped and saved at {self.nimg} images: the same command goes on", file=sys.stderr)
             sys.exit(128 + self.signal)
+        if kind is None and self.rank == 0:
+            print(f"trained on {self.nimg} images: look at {self.folder / 'samples'}", file=sys.stderr)
 
     def _stop(self, number: int, _: object) -> None:
         self.caught = number
@@ -154,13 +150,9 @@ class Run:
 
     def compile(self, net: nn.Module) -> Callable:
         """`net`, compiled where asked for."""
-        if not self.config.compile:
-            return net
-        compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-        require(bool(compiler), "--compile needs a C++ compiler, g++ or clang++: there is none here")
-        return torch.compile(net)
-
-    # Position and randomness --------------------------------------------------------------------------------
+        compiler = any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++")))
+        require(compiler or not self.config.compile, "--compile needs a C++ compiler: install g++")
+        return torch.compile(net) if self.config.compile else net
 
     def resume(self) -> dict | None:
         """The state last given to `save`, on the CPU; None in a new run. Cuts the log back to that moment."""
@@ -197,22 +189,18 @@ class Run:
     def generator(self, seed: int) -> torch.Generator:
         """Randomness of this step, the same on every rank: draw for the global batch and take `part` of it.
         Dropout, which draws from the device's default stream, is seeded likewise, apart on each rank."""
-        torch.manual_seed(_mix(seed, self.nimg, self.rank + 1))
-        return torch.Generator(self.device).manual_seed(_mix(seed, self.nimg, 0))
+        states = np.random.SeedSequence([seed, self.nimg]).generate_state(1 + self.world, np.uint64) >> 1
+        torch.manual_seed(int(states[1 + self.rank]))
+        return torch.Generator(self.device).manual_seed(int(states[0]))
 
     def due(self, every: int) -> bool:
         """Whether this step is the last, or reaches a multiple of `every` images."""
         return self.nimg % every < self.batch_size or self.nimg >= self.config.duration
 
-    # What one step calls ------------------------------------------------------------------------------------
-
     @torch.no_grad()
     def reduce(self, net: nn.Module, loss: Tensor) -> bool:
-        """Sum the loss and `net`'s gradients over ranks, in place; record the loss; agree on stopping.
-
-        False where loss or gradients are not finite: the step must be skipped, leaving weights, optimizer and
-        averages as they were. DivergedError after MAX_SKIPPED of these in a row.
-        """
+        """Sum the loss and `net`'s gradients over ranks, in place; record the loss; agree on stopping. False
+        where they are not finite and the step must be skipped; DivergedError after MAX_SKIPPED in a row."""
         grads = [p.grad for p in net.parameters() if p.grad is not None]
         loss = loss.detach().float().reshape(1)
         if self.world > 1:
@@ -232,10 +220,9 @@ class Run:
         self.skipped = 0 if finite else self.skipped + 1
         self.losses.append(loss if finite else None)
         if self.skipped >= MAX_SKIPPED:
-            raise DivergedError(
-                f"loss or gradient was not finite in {MAX_SKIPPED} steps in a row, up to {self.nimg} images: "
-                f"look for a rising loss in {self.folder / 'log.jsonl'}, then lower lr or check the data"
-            )
+            told = f"loss or gradient was not finite in {MAX_SKIPPED} steps in a row, to {self.nimg} images"
+            where = f"look for a rising loss in {self.folder / 'log.jsonl'}, then lower lr or check the data"
+            raise DivergedError(f"{told}: {where}")
         return finite
 
     def log(self, **values: Any) -> None:
@@ -274,16 +261,9 @@ def differences(saved: Any, ours: Any, name: str = "") -> Iterator[tuple[str, An
 def validate(D: Denoiser, dataset: Dataset, device: torch.device, most: int = 512) -> dict[str, float]:
     """EDM's weighted loss at each of VALIDATION_SIGMAS over the first `most` images, always under the same
     noise: {sigma: loss}. Empty where there are no validation images."""
-    if len(dataset) == 0:
-        return {}
     indices = np.arange(min(len(dataset), most))
     images = torch.from_numpy(dataset.images(indices)).to(device)
     labels = None if dataset.labels is None else torch.from_numpy(dataset.labels[indices]).to(device)
     noise = torch.randn(images.shape, generator=torch.Generator().manual_seed(0)).to(device)
-    sigmas = {sigma: torch.full((len(images),), sigma, device=device) for sigma in VALIDATION_SIGMAS}
-    return {str(k): edm_loss(D, images, sigma, noise, labels).mean().item() for k, sigma in sigmas.items()}
-
-
-def _mix(*words: int) -> int:
-    """A 63-bit seed from several numbers, unrelated for neighbouring ones."""
-    return int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0] >> 1)
+    sigmas = [torch.full((len(images),), sigma, device=device) for sigma in VALIDATION_SIGMAS if len(images)]
+    return {f"{s[0]:g}": edm_loss(D, images, s, noise, labels).mean().item() for s in sigmas}

@@ -23,10 +23,7 @@ from shared.diffusion import SIGMA_MAX, SIGMA_MIN, Array, Denoiser
 def sigma_steps(
     num_steps: int, sigma_min: float = SIGMA_MIN, sigma_max: float = SIGMA_MAX, rho: float = 7
 ) -> list[float]:
-    """sigma_max = sigma_0 > ... > sigma_(N-1) = sigma_min, then 0: N + 1 float64 numbers, EDM Eq. 5.
-
-    ValueError unless N >= 1 and 0 < sigma_min < sigma_max; a single step starts at sigma_max.
-    """
+    """sigma_max = sigma_0 > ... > sigma_(N-1) = sigma_min, then 0: N + 1 float64 numbers, EDM Eq. 5."""
     require(num_steps >= 1, f"the number of sampling steps is {num_steps}: it must be at least 1")
     limits = f"sigma_min {sigma_min} and sigma_max {sigma_max} must satisfy 0 < min < max < infinity"
     require(0 < sigma_min < sigma_max < math.inf, limits)
@@ -38,8 +35,7 @@ def sigma_steps(
 
 def seed_noise(seeds: Sequence[int], shape: tuple[int, ...], stream: int = 0) -> NDArray[np.float32]:
     """Standard-normal noise (len(seeds), *shape), image k's from seeds[k] alone; streams are independent."""
-    draws = [np.random.default_rng([seed, stream]).standard_normal(shape, np.float32) for seed in seeds]
-    return np.stack(draws)
+    return np.stack([np.random.default_rng([s, stream]).standard_normal(shape, np.float32) for s in seeds])
 
 
 def at_sigma(D: Denoiser, x: Array, sigma: float, labels: Array | None) -> Array:
@@ -60,11 +56,8 @@ def heun(
     churn_noise: Callable[[int], Array] | None = None,
     second_order: bool = True,
 ) -> Array:
-    """2 N - 1 calls of D in N steps; N without `second_order`, which is Euler's method.
-
-    S_churn > 0 adds fresh noise before each step within [S_min, S_max]; `churn_noise(k)` gives the
-    standard-normal noise of the k-th step that does, k = 0, 1, ...
-    """
+    """2 N - 1 calls of D in N steps; N without `second_order`, which is Euler's method. S_churn > 0 adds
+    fresh noise before each step within [S_min, S_max]: `churn_noise(k)` in the k-th of these, from 0."""
     require(S_churn == 0 or churn_noise is not None, "S_churn needs churn_noise, the noise to add")
     x, churned = sigmas[0] * noise, 0
     for cur, nxt in pairwise(sigmas):
@@ -106,11 +99,8 @@ def unlabelled(D: Denoiser) -> Denoiser:
 
 
 def guided(D: Denoiser, guide: Denoiser, w: float) -> Denoiser:
-    """guide + w (D - guide), autoguidance Eq. 3; w = 1 is D itself and never calls the guide.
-
-    The guide is `unlabelled(D)` for classifier-free guidance, or a worse network of the same kind, which gets
-    the same labels, for autoguidance.
-    """
+    """guide + w (D - guide), autoguidance Eq. 3; w = 1 is D itself and never calls the guide. That is
+    `unlabelled(D)` in classifier-free guidance, a worse network of the same labels in autoguidance."""
 
     def D_w(x: Array, sigma: Array, labels: Array | None = None) -> Array:
         D_guide = guide(x, sigma, labels)

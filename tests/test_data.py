@@ -17,7 +17,7 @@ import pytest
 import sklearn.datasets
 from PIL import Image
 
-from shared.data import DataConfig, Dataset, batches, center_crop_and_resize, load_data
+from shared.data import DataConfig, Dataset, Source, batches, center_crop_and_resize, load_data
 
 RNG = np.random.default_rng(0)
 
@@ -81,7 +81,7 @@ def test_crop_of_blocks():
 def test_crop_is_bicubic():
     """A step 0, 0, 255, 255 enlarged to 8: Keys' kernel, a = -1/2, at 1/4 and 3/4 between pixels."""
     image = np.array([0, 0, 255, 255], np.uint8)[None].repeat(4, 0)[..., None]
-    kernel = lambda x: 1.5 * x**3 - 2.5 * x**2 + 1 if x < 1 else -0.5 * x**3 + 2.5 * x**2 - 4 * x + 2  # noqa: E731
+    kernel = lambda x: 1.5 * x**3 - 2.5 * x**2 + 1 if x < 1 else -0.5 * x**3 + 2.5 * x**2 - 4 * x + 2
     before = 255 * (kernel(0.75) + kernel(1.75))  # pixel 3 lies 0.75 and 1.75 from the two white ones
     row = center_crop_and_resize(image, 8)[0, :, 0].tolist()
     assert row[3] == round(before) and row[4] == 255 - round(before) and row == [255 - v for v in row[::-1]]
@@ -170,14 +170,14 @@ def test_fashion_mnist(fashion):
     ("t10k-labels-idx1-ubyte.gz", gzip.compress(idx_bytes(np.zeros(3, np.uint8)))),
     ("t10k-labels-idx1-ubyte.gz", gzip.compress(idx_bytes(np.zeros(2, np.uint8)))[:-4]),
     ("t10k-labels-idx1-ubyte.gz", b"not gzip"),
-])  # fmt: skip
+])
 def test_bad_idx_file(fashion, name, content):
     (fashion / name).write_bytes(content)
     refuses(DataConfig("fashion-mnist", cache=fashion.parent), str(fashion / name.removesuffix(".gz")))
 
 
 CIFAR = {name: RNG.integers(0, 256, (2, 3073), np.uint8) for name in
-         [*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"]}  # fmt: skip
+         [*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"]}
 for number, records in enumerate(CIFAR.values()):
     records[:, 0] = (number, 9 - number)
 
@@ -223,7 +223,7 @@ def test_cifar10(tmp_path, form):
     ("data_batch_3.bin", None),
     ("data_batch_3.bin", b""),
     ("test_batch.bin", CIFAR["test_batch.bin"].tobytes()[:-1]),
-])  # fmt: skip
+])
 def test_bad_cifar_file(tmp_path, name, content):
     write_cifar(tmp_path / "cifar10")
     path = tmp_path / "cifar10" / name
@@ -252,7 +252,7 @@ DOWNLOADS = {
     "cifar10": [
         ("https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz", "md5:c32a1d4ab5d03f1284b67883e8d87530"),
     ],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("source", DOWNLOADS)
@@ -311,7 +311,7 @@ def test_folder_and_zip(tmp_path, packed):
 
 @pytest.mark.parametrize("mode, read_as", [
     ("L", "L"), ("RGB", "RGB"), ("RGBA", "RGBA"), ("P", "RGB"), ("1", "L"), ("LA", "RGBA"), ("CMYK", "RGB"),
-])  # fmt: skip
+])
 def test_modes(tmp_path, mode, read_as):
     image = Image.fromarray(RNG.integers(0, 256, (5, 4, 4), np.uint8))
     image = (image.convert("RGB") if mode == "P" else image).convert(mode)
@@ -503,7 +503,7 @@ def test_statistics_that_do_not_fit(tmp_path):
     ([["0.png", 0], ["1.png"]], ["dataset.json"]),
     ("cats", ["dataset.json"]),
     (3, ["dataset.json"]),
-])  # fmt: skip
+])
 @pytest.mark.parametrize("packed", [False, True])
 def test_bad_labels(tmp_path, labels, parts, packed):
     folder = tmp_path / "f"
@@ -531,7 +531,7 @@ def test_bad_dataset_json(tmp_path):
     (dict(images=np.zeros((2, 2, 2), np.uint8), labels=np.eye(2)), "item 0 has label"),
     (dict(images=np.zeros((2, 2, 2), np.uint8), labels=np.array(3)), "a.npz"),
     (dict(images=np.array([{}, {}])), "allow_pickle=False"),
-])  # fmt: skip
+])
 def test_bad_npz(tmp_path, arrays, part):
     np.savez(tmp_path / "a.npz", **arrays)
     refuses(DataConfig(str(tmp_path / "a.npz")), "a.npz", part)
@@ -551,7 +551,8 @@ def numbered(size: int, labels: bool = True, width: int = 2) -> Dataset:
     images = np.zeros((size, 1, 1, width), np.uint8)
     images[..., 0] = np.arange(size)[:, None, None]
     names = [str(i) for i in range(size)]
-    return Dataset(images.__getitem__, names, list(range(size)) if labels else None, np.arange(size), 0)
+    source = Source(images.__getitem__, names, list(range(size)) if labels else None)
+    return Dataset(source, np.arange(size), image_size=0)
 
 
 def take(stream, number: int) -> tuple[np.ndarray, np.ndarray]:
@@ -599,8 +600,9 @@ def test_ranks_share_each_batch(world):
     for rank in range(world):
         read = []
         dataset = numbered(10)
-        original = dataset.read
-        dataset.read = lambda i, original=original, read=read: (read.append(i), original(i))[1]
+        original = dataset.source.read
+        spy = lambda i, original=original, read=read: (read.append(i), original(i))[1]
+        dataset.source = dataset.source._replace(read=spy)
         part = slice(rank, None, world)
         own_images, own_labels = take(batches(dataset, 4, 2, 8, part, workers=0, flip=True), 6)
         share = np.concatenate([np.arange(4 * b, 4 * b + 4)[part] for b in range(6)])
@@ -652,8 +654,8 @@ def test_no_labels_in_batches():
 
 def test_workers_read_ahead_and_no_further():
     read, dataset = [], numbered(100)
-    original = dataset.read
-    dataset.read = lambda i: (read.append(i), original(i))[1]
+    original = dataset.source.read
+    dataset.source = dataset.source._replace(read=lambda i: (read.append(i), original(i))[1])
     stream = batches(dataset, 10, 0, 0, workers=3)
     next(stream)
     deadline = time.monotonic() + 10

@@ -48,7 +48,7 @@ def test_heun_golden(case, convert):
     args, name = dict(case["args"]), name_in(case["noise"])
     denoiser = guided(D, D2, args.pop("guidance", 1))
     noise = convert(array(name, SHAPE).astype(np.float64))
-    churn = lambda k: convert(array(f"{name}:churn{k}", SHAPE).astype(float))  # noqa: E731
+    churn = lambda k: convert(array(f"{name}:churn{k}", SHAPE).astype(float))
     steps = [args.pop(key, default) for key, default in SCHEDULE.items()]
     out = heun(denoiser, noise, None, sigma_steps(*steps), churn_noise=churn, **args)
     np.testing.assert_allclose(np.asarray(out), case["out"], rtol=1e-9)
@@ -108,7 +108,7 @@ def test_guidance():
 
     assert guided(labelled, unlabelled(labelled), 2.5)(x, sigma, 7) == 3 * (2 + 2.5 * (5 - 2))
     assert sorted(calls, key=str) == [7, None]
-    guide = lambda *args: pytest.fail("w = 1 must not call the guide")  # noqa: E731
+    guide = lambda *args: pytest.fail("w = 1 must not call the guide")
     assert guided(labelled, guide, 1) is labelled
 
 
@@ -173,7 +173,7 @@ def test_vp_precond():
 def test_losses():
     y, n = np.full((2, 1, 2, 2), 0.5), np.full((2, 1, 2, 2), -1.0)
     sigma = np.array([0.5, 2.0])
-    zero = lambda x, sigma, labels=None: 0 * x  # noqa: E731
+    zero = lambda x, sigma, labels=None: 0 * x
     assert edm_loss(zero, y, sigma, n) == pytest.approx((sigma**2 + 0.25) / (0.5 * sigma) ** 2 * 0.25)
     # a network that predicts F = 0: the loss is |n|^2 = 1 at every sigma
     assert vp_loss(VPPrecond(lambda x, t, labels: 0 * x), y, sigma, n) == pytest.approx([1, 1])
@@ -189,7 +189,7 @@ def test_torch_equals_numpy():
     y, n = rng.standard_normal((2, 3, 2, 4, 4))
     sigma = np.array([0.01, 1, 50])
     for precond, loss in ((EDMPrecond, edm_loss), (VPPrecond, vp_loss)):
-        net = lambda x, t, labels: tanh(x) * t.reshape(-1, 1, 1, 1) / 1000  # noqa: E731
+        net = lambda x, t, labels: tanh(x) * t.reshape(-1, 1, 1, 1) / 1000
         expected = loss(precond(net), y, sigma, n)
         ours = loss(precond(net), *map(torch.from_numpy, (y, sigma, n)))
         np.testing.assert_allclose(ours.numpy(), expected, rtol=1e-12)

@@ -14,7 +14,7 @@ LEARNABLE = ["learnable", "learnable_shared"]
     ("inv_sqrt2", 0.5, [0.7071067811865476] * 4),
     ("constant", 0.5, [1, 0.5, 0.25, 0.125]),  # outermost first: kappa^(i-1)
     ("constant", 1.0, [1, 1, 1, 1]),
-])  # fmt: skip
+])
 def test_coefficients(kind, kappa, expected):
     assert long_skip_coefficients(kind, kappa, 4) == pytest.approx(expected, rel=1e-15)
     scaling = LongSkipScaling(LongSkipConfig(kind, kappa), [3] * 4, pool_dims=(2, 3))
@@ -58,7 +58,7 @@ def test_hidden_layer_is_never_empty(kind):
     (("constant", float("nan")), "kappa is nan"),
     (("scaled",), "kind 'scaled' is unknown: one of none, inv_sqrt2, constant, learnable, learnable_shared"),
     (("learnable", 0.5, 0), "reduction is 0"),
-])  # fmt: skip
+])
 def test_errors(arguments, sentence):
     with pytest.raises(ValueError, match=sentence):
         LongSkipConfig(*arguments)

@@ -24,7 +24,7 @@ NET = UViTConfig(8, 4, 1, 16, 2, 2, num_classes=11, null_class=True)
 TINY = [
     "--net.patch-size", "4", "--net.width", "16", "--net.depth", "2", "--net.num-heads", "2",
     "--batch-size", "32", "--log-every", "96", "--snapshot-every", "640", "--checkpoint-every", "320",
-]  # fmt: skip
+]
 
 
 def tiny(out: Path, duration: int = 320, **changes) -> TrainConfig:
@@ -134,7 +134,7 @@ def test_two_ranks_equal_one(tmp_path):
     two = run_command(
         "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "29511",
         *arguments, str(tmp_path / "two"),
-    )  # fmt: skip
+    )
     assert two.wait() == 0, two.stderr.read()
     ours, theirs = state(tmp_path / "one"), state(tmp_path / "two")
     for name, weight in ours["net"].items():
@@ -176,7 +176,7 @@ def test_non_finite_steps_are_skipped(tmp_path, monkeypatch):
 
 def test_ten_non_finite_steps_end_a_run(tmp_path, monkeypatch):
     monkeypatch.setattr(uvit, "edm_loss", lambda *args: loss_nan(*args))
-    with pytest.raises(DivergedError, match=r"10 steps in a row, up to 320 images: look .*log\.jsonl"):
+    with pytest.raises(DivergedError, match=r"10 steps in a row, to 320 images: look .*log\.jsonl"):
         train(tiny(tmp_path, duration=640))
 
 
@@ -188,7 +188,7 @@ def loss_nan(D, images, sigma, noise, labels):
     (dict(net=replace(NET, depth=4)), r"net\.depth 2, not 4"),
     (dict(data=DataConfig(flip=True)), r"data\.flip False, not True"),
     (dict(lr=5e-4), r"lr 0\.001, not 0\.0005"),
-])  # fmt: skip
+])
 def test_another_recipe_is_refused(tmp_path, changes, field):
     train(tiny(tmp_path, duration=32))
     before = state(tmp_path)["run"]

@@ -36,7 +36,7 @@ def test_golden(name, checkpointing):
     ("l4_imagenet64", "uvit-l/4 imagenet64"),
     ("l2_imagenet256", "uvit-l/2 imagenet256 latent"), ("h2_imagenet256", "uvit-h/2 imagenet256 latent"),
     ("l4_imagenet512", "uvit-l/4 imagenet512 latent"), ("h4_imagenet512", "uvit-h/4 imagenet512 latent"),
-])  # fmt: skip
+])
 def test_released_sizes(preset, row):
     with torch.device("meta"):
         assert sum(p.numel() for p in UViT(PRESETS[preset]).parameters()) == SIZES[row]["parameters"]
@@ -73,7 +73,7 @@ def test_skips_reach_their_blocks():
     (dict(patch_size=3), "patch_size"), (dict(depth=3), "depth"), (dict(num_heads=3), "num_heads"),
     (dict(img_size=0), "at least 1"), (dict(null_class=True), "null_class"),
     (dict(context_dim=8), "together"),
-])  # fmt: skip
+])
 def test_impossible_configs(change, sentence):
     with pytest.raises(ValueError, match=sentence):
         replace(TINY, **change)
@@ -115,7 +115,7 @@ def test_read_official_file(tmp_path):
     path = tmp_path / "nnet_ema.pth"
     torch.save(case.state_dict, path)
     assert all(torch.equal(a, b) for a, b in zip(
-        read_official(path, net.config).parameters(), net.parameters(), strict=True))  # fmt: skip
+        read_official(path, net.config).parameters(), net.parameters(), strict=True))
     path.write_bytes(path.read_bytes()[:1000])
     with pytest.raises(ValueError, match=r"nnet_ema\.pth is not a PyTorch state dict"):
         read_official(path, net.config)
