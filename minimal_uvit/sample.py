@@ -27,6 +27,7 @@ from tqdm import tqdm
 from minimal_uvit.model import PRESETS, UViT, UViTConfig
 from minimal_uvit.official import read_official
 from posthoc_ema.snapshots import config_from_dict, find_snapshot, read_snapshot
+from shared.backend import REMEDY, TorchFace, find_clang
 from shared.check import require
 from shared.diffusion import SIGMA_MAX, SIGMA_MIN, EDMPrecond, VPPrecond, vp_sigma
 from shared.figures import save_images
@@ -57,6 +58,7 @@ class SampleConfig:
     official: Path | None = None  # a released .pth file, instead of a run
     preset: str = "s2_cifar10"  # the network in the released file
     batch_size: int = 64  # images drawn at a time
+    backend: Literal["torch", "tinygrad"] = "torch"  # framework of the network; set DEV for tinygrad's device
     device: str = "auto"  # torch device; auto: CUDA where there is one, else the CPU
 
     def __post_init__(self) -> None:
@@ -68,7 +70,21 @@ class SampleConfig:
         require(self.churn == 0 or self.sampler != "dpmpp", "dpmpp is deterministic: it takes no churn")
 
 
-def load(path: Path, sigma_rel: float | None = None, device: str = "cpu") -> tuple[Precond, dict]:
+def place(net: UViT, device: str, backend: str) -> UViT | TorchFace:
+    """The network in evaluation mode on its device, or its tinygrad twin with the same weights."""
+    if backend == "torch":
+        return net.to(device).eval().requires_grad_(False)
+    require(find_clang(), REMEDY)
+    from minimal_uvit.model_tinygrad import UViT as TinygradUViT  # slow to import
+
+    twin = TinygradUViT(net.config)
+    load_strictly(twin, net.state_dict())
+    return TorchFace(twin)
+
+
+def load(
+    path: Path, sigma_rel: float | None = None, device: str = "cpu", backend: str = "torch"
+) -> tuple[Precond, dict]:
     """The denoiser of a snapshot, or of a run's last one, in evaluation mode, and the snapshot's header.
 
     ValueError, naming the file, for what is no snapshot of a U-ViT.
@@ -82,7 +98,7 @@ def load(path: Path, sigma_rel: float | None = None, device: str = "cpu") -> tup
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     precond = VPPrecond if header["objective"] == "vp" else EDMPrecond
-    return precond(net.to(device).eval().requires_grad_(False)), header
+    return precond(place(net, device, backend)), header
 
 
 def draw(
@@ -127,12 +143,12 @@ def choose_labels(config: SampleConfig, classes: int) -> list[int] | None:
 def sample(config: SampleConfig) -> None:
     device = find_device(config.device)
     if config.official:
-        net = read_official(config.official, PRESETS[config.preset]).to(device).eval().requires_grad_(False)
-        D, header = VPPrecond(net), {"latent_mean": None, "latent_std": None}
+        net = read_official(config.official, PRESETS[config.preset])
+        D, header = VPPrecond(place(net, device, config.backend)), {"latent_mean": None, "latent_std": None}
     else:
-        D, header = load(config.source, config.sigma_rel, device)
+        D, header = load(config.source, config.sigma_rel, device, config.backend)
     net = D.net.config
-    guide = load(config.guide, config.guide_sigma_rel, device)[0] if config.guide else None
+    guide = load(config.guide, config.guide_sigma_rel, device, config.backend)[0] if config.guide else None
     labels = choose_labels(config, net.num_classes - net.null_class)
     require(not net.context_tokens, "no option gives text tokens: call the network with a context instead")
     can_guide = guide is not None or net.null_class

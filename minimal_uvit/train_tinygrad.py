@@ -16,20 +16,19 @@ because tinygrad's matrix products on a CPU take several times as long.
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import torch
 from tinygrad import Context, Tensor, TinyJit
 from tinygrad.nn.optim import AdamW
 from tinygrad.nn.state import get_parameters, get_state_dict
 
 from minimal_uvit.model_tinygrad import UViT
 from minimal_uvit.train import PRESETS as TORCH_PRESETS
-from minimal_uvit.train import TrainConfig, check, learning_rate, picture
+from minimal_uvit.train import TrainConfig, check, draw, learning_rate, picture
 from posthoc_ema.ema_tinygrad import PowerFunctionEMA
 from posthoc_ema.snapshots import save_snapshots
 from shared.backend import REMEDY, TorchFace, convert, find_clang, to_tinygrad, to_torch
 from shared.check import require
 from shared.data import load_data
-from shared.diffusion import EDMPrecond, VPPrecond, edm_loss, log_normal_sigma, vp_loss, vp_uniform_sigma
+from shared.diffusion import EDMPrecond, VPPrecond, edm_loss, vp_loss
 from shared.run import Run, cli, validate
 
 PRESETS: dict[str, TrainConfig] = {
@@ -38,12 +37,13 @@ PRESETS: dict[str, TrainConfig] = {
 }
 DIGITS = PRESETS["digits"]
 PRESETS["digits"] = replace(
-    DIGITS, net=replace(DIGITS.net, width=64, depth=4), batch_size=64, lr=2e-3, warmup=6_400,
-    run=replace(DIGITS.run, duration=96_000, sample_every=32_000, snapshot_every=6_000),
-)  # fmt: skip
+    DIGITS, net=replace(DIGITS.net, width=64, num_heads=2), batch_size=64, warmup=6_400,
+    run=replace(DIGITS.run, duration=96_000),
+)
 
 
 def train(config: TrainConfig) -> None:
+    """Train, or go on training, what `config` says. ValueError for what cannot work; DivergedError."""
     require(find_clang(), REMEDY)
     require(config.precision == "float32", f"precision is {config.precision}: tinygrad trains in float32")
     require(config.run.device in ("auto", "cpu"), "device is PyTorch's: set DEV to choose tinygrad's")
@@ -69,8 +69,7 @@ def train(config: TrainConfig) -> None:
         header = {
             "network": "minimal_uvit", "config": recipe["net"], "objective": config.objective,
             "latent_mean": train_set.latent_mean, "latent_std": train_set.latent_std,
-        }  # fmt: skip
-        B = config.batch_size
+        }
 
         @TinyJit
         def backward(images: Tensor, sigma: Tensor, noise: Tensor, labels: Tensor | None) -> list[Tensor]:
@@ -79,7 +78,7 @@ def train(config: TrainConfig) -> None:
             for k in range(config.accumulate):
                 part = slice(k, None, config.accumulate)
                 y = None if labels is None else labels[part]
-                loss = objective(D, images[part], sigma[part], noise[part], y).sum() / B
+                loss = objective(D, images[part], sigma[part], noise[part], y).sum() / config.batch_size
                 grads = [grad + g for grad, g in zip(grads, loss.gradient(*params), strict=True)]
                 total = total + loss
             Tensor.realize(total, *grads)
@@ -94,17 +93,10 @@ def train(config: TrainConfig) -> None:
             optimizer.step()
 
         for images, labels in run.batches(train_set, config.batch_size, config.seed, config.data.flip):
-            # Randomness as in train.py.
-            draw = dict(generator=run.generator(config.seed))
-            if config.objective == "edm":
-                sigma = log_normal_sigma(torch.randn(B, **draw), config.P_mean, config.P_std)
-            else:
-                sigma = vp_uniform_sigma(torch.rand(B, **draw))
-            noise = torch.randn(images.shape, **draw)                          # B C H W
+            sigma, noise, keep = draw(config, run, images.shape[1:])
             if not config.net.num_classes:
                 labels = None
             elif config.label_dropout:
-                keep = torch.rand(B, **draw) >= config.label_dropout
                 labels = labels.where(keep, config.net.num_classes - 1)
 
             total, norm, *grads = backward(*convert([images, sigma, noise, labels], to_tinygrad))

@@ -1,14 +1,14 @@
 """tinygrad beside PyTorch: a compiler for it, and its tensors and networks where torch's are expected.
 
-tinygrad's CPU backend runs `$CC`, `clang` unless set, for every kernel. Where there is none, the `ziglang` wheel
-has `zig clang`: two words where CC takes one, so a script of one line stands between.
+tinygrad's CPU backend runs `$CC`, `clang` unless set, for every kernel. Where there is none, the `ziglang`
+wheel has `zig clang`: two words where CC takes one, so a script of one line stands between.
 """
 
 import atexit
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -61,18 +61,22 @@ def convert(state: Any, tensor: Callable[[Any], Any]) -> Any:
 class TorchFace:
     """A tinygrad network that takes and gives torch tensors, so that sampling and validation need no twin.
 
-    It computes `batch` images at a time, the last part padded: TinyJit compiles for one shape.
+    It computes `batch` images at a time, or as many as at first, the last ones padded: TinyJit compiles for
+    one shape.
     """
 
-    def __init__(self, net: Any, batch: int):
+    def __init__(self, net: Any, batch: int | None = None):
         self.net, self.config, self.batch, self.compiled = net, net.config, batch, {}
+
+    def parameters(self) -> Iterator[torch.Tensor]:
+        yield torch.empty(0)  # for its device
 
     def __call__(self, *args: torch.Tensor | None) -> torch.Tensor:
         from tinygrad import Tensor, TinyJit
 
         given = tuple(arg is not None for arg in args)  # TinyJit records one such pattern
         net = self.compiled.setdefault(given, TinyJit(lambda *args: self.net(*args).realize()))
-        parts = []
+        parts, self.batch = [], self.batch or len(args[0])
         for k in range(0, len(args[0]), self.batch):
             rows = [arg if arg is None else arg[k : k + self.batch].numpy(force=True) for arg in args]
             rows = [a if a is None else Tensor(np.resize(a, (self.batch, *a.shape[1:]))) for a in rows]

@@ -1,6 +1,6 @@
 """Long-skip scaling in tinygrad: the twin of `long_skip.py`, which says what it is about."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from tinygrad import Tensor, nn
 
@@ -27,7 +27,7 @@ class LongSkipScaling:
     """kappa_i for each of N long skips; arguments as in `long_skip.py`."""
 
     def __init__(
-        self, config: LongSkipConfig, widths: Sequence[int], pool_dims: Sequence[int], layer: Layer = nn.Linear
+        self, config: LongSkipConfig, widths: list[int], pool_dims: tuple[int, ...], layer: Layer = nn.Linear
     ):
         self.config = config
         self.widths = list(widths)

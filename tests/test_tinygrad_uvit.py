@@ -167,7 +167,7 @@ def test_tracker(ema, reference, options):
 def test_heun_golden(case):
     args, name = dict(case["args"]), name_in(case["noise"])
     denoiser = guided(D, unlabelled(D), args.pop("guidance", 1))
-    churn = lambda k: Tensor(array(f"{name}:churn{k}", SHAPE))  # noqa: E731
+    churn = lambda k: Tensor(array(f"{name}:churn{k}", SHAPE))
     steps = [args.pop(key, default) for key, default in SCHEDULE.items()]
     out = heun(denoiser, Tensor(array(name, SHAPE)), None, sigma_steps(*steps), churn_noise=churn, **args)
     assert error(out, np.reshape(case["out"], SHAPE)) <= 1e-4
@@ -187,7 +187,7 @@ def test_losses():
     for precond, loss, levels, draws in (
         (EDMPrecond, edm_loss, log_normal_sigma, normal), (VPPrecond, vp_loss, vp_uniform_sigma, uniform),
     ):  # fmt: skip
-        net = lambda x, t, labels: x.tanh() * t.reshape(-1, 1, 1, 1) / 1000  # noqa: E731
+        net = lambda x, t, labels: x.tanh() * t.reshape(-1, 1, 1, 1) / 1000
         values = []
         for tensor in (Tensor, torch.from_numpy):
             sigma = levels(tensor(draws))

@@ -1,4 +1,4 @@
-"""What the tests of the tinygrad twins share: a compiler or a skip, weights by name, errors relative to torch."""
+"""What the tests of the tinygrad twins share: a compiler or a skip, weights by name, relative errors."""
 
 import os
 
@@ -12,8 +12,8 @@ if not find_clang():
     pytest.skip(REMEDY, allow_module_level=True)
 os.environ.setdefault("DEV", "CPU")
 
-from tinygrad import Context, Tensor  # noqa: E402
-from tinygrad.nn.state import get_state_dict, load_state_dict  # noqa: E402
+from tinygrad import Context, Tensor
+from tinygrad.nn.state import get_state_dict, load_state_dict
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +52,7 @@ def gradients(loss: Tensor, net: object, *also: Tensor) -> dict[str, np.ndarray]
 
 
 def assert_same_gradients(ours: dict[str, np.ndarray], net: torch.nn.Module) -> None:
-    """To 2e-4 of each weight's largest, after net's backward pass; what is tiny beside all others may be zero."""
+    """To 2e-4 of each weight's largest, after net's backward pass; what is tiny beside all may be zero."""
     largest = max(float(p.grad.abs().max()) for p in net.parameters() if p.grad is not None)
     for name, p in net.named_parameters():
         reference = np.zeros(p.shape) if p.grad is None else p.grad.numpy()
