@@ -58,7 +58,8 @@ def log(folder) -> list[dict]:
 def test_twenty_steps(runs):
     """The same losses within 1e-3, and gradient norms within 1 %, in all 20 steps; then validation losses."""
     theirs, ours = map(log, runs)
-    assert [line["nimg"] for line in ours] == [line["nimg"] for line in theirs] == [*range(B, STEPS * B + 1, B)]
+    assert [line["nimg"] for line in ours] == [line["nimg"] for line in theirs]
+    assert ours[-1]["nimg"] == B * len(ours) == B * STEPS
     for key, tolerance in (("loss", 1e-3), ("grad_norm", 1e-2)):
         expected = [line[key] for line in theirs]
         assert [line[key] for line in ours] == pytest.approx(expected, rel=tolerance)
