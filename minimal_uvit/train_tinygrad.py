@@ -73,7 +73,7 @@ def train(config: TrainConfig) -> None:
 
         @TinyJit
         def backward(images: Tensor, sigma: Tensor, noise: Tensor, labels: Tensor | None) -> list[Tensor]:
-            """Loss and gradient norm, and the gradients: recorded as kernels once, then replayed."""
+            """Loss, gradient norm and gradients, each in a buffer of its own: recorded once, then replayed."""
             total, grads = Tensor.zeros(()), [Tensor.zeros(p.shape) for p in params]
             for k in range(config.accumulate):
                 part = slice(k, None, config.accumulate)

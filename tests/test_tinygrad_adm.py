@@ -39,7 +39,10 @@ def test_golden(name):
     assert loss.item() == pytest.approx(case.meta["loss"], rel=2e-4)
     for released_name, norm in case.meta["grad_norm"].items():
         ours = np.linalg.norm(grads[official_name(released_name, net.config)])
-        assert ours == pytest.approx(norm, rel=2e-4, abs=3e-5), released_name  # see test_adm.py: some are 0
+        if norm > 2e-5:  # what is less is float32's idea of 0: see test_adm.py
+            assert ours == pytest.approx(norm, rel=2e-4), released_name
+        else:
+            assert ours < 2e-4, released_name
 
 
 @pytest.mark.slow
