@@ -40,7 +40,8 @@ def to_torch(tensor: Any) -> torch.Tensor:
 def to_tinygrad(tensor: torch.Tensor) -> Any:
     from tinygrad import Tensor  # here, so that PyTorch's side works without tinygrad
 
-    return Tensor(tensor.numpy(force=True))
+    array = tensor.numpy(force=True)  # of a number alone tinygrad makes a constant, one for all that are equal
+    return Tensor(array.reshape(-1)).reshape(array.shape) if array.ndim == 0 else Tensor(array)
 
 
 def tinygrad_weights(net: Any) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from shared.backend import REMEDY, find_clang
+from shared.backend import REMEDY, find_clang, to_tinygrad
 
 if not find_clang():
     pytest.skip(REMEDY, allow_module_level=True)
@@ -24,7 +24,7 @@ def compile_quickly():
 
 
 def arrays(tensors: dict[str, torch.Tensor]) -> dict[str, Tensor]:
-    return {name: Tensor(tensor.numpy(force=True)) for name, tensor in tensors.items()}
+    return {name: to_tinygrad(tensor) for name, tensor in tensors.items()}
 
 
 def copy_weights(net: torch.nn.Module, twin: object) -> None:
