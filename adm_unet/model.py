@@ -38,7 +38,7 @@ class ADMConfig:
     img_size: int = 8  # height and width of the images
     in_channels: int = 1  # channels of the images
     channels: int = 32  # base width, which channel_mult multiplies
-    channel_mult: tuple[float, ...] = (2, 2)  # width of each level over channels; each level halves the image
+    channel_mult: tuple[float, ...] = (1, 2)  # width of each level over channels; each level halves the image
     depth: int = 1  # residual blocks a level on the way down; one more on the way up
     attn_resolutions: tuple[int, ...] = (4,)  # image sizes with self-attention; the middle always has it
     num_classes: int = 0  # labels, with the null class, or what a classifier tells apart; 0: unconditional
@@ -91,9 +91,9 @@ ATTN, H4, NEW = (32, 16, 8), dict(num_heads=4, learn_sigma=True), dict(qkv_first
 W64, POOL = dict(head_channels=64, learn_sigma=True), dict(head_channels=64, pool="attention")
 PRESETS: dict[str, ADMConfig] = {
     #                            H    C  channels mult depth attn  K         parameters, appendix I
-    "digits":          ADMConfig(8,   1, 32,  (2, 2), 1, (4,), 11, null_class=True),             # 1.2 M, ours
-    "superres":        ADMConfig(8,   1, 32,  (2, 2), 1, (4,), 11, null_class=True, low_res=4),  # 1.2 M, ours
-    "classifier":      ADMConfig(8,   1, 32,  (2, 2), 1, (4,), 10, pool="attention"),            # 0.5 M, ours
+    "digits":          ADMConfig(8,   1, 32,  (1, 2), 1, (4,), 11, null_class=True),             # 0.8 M, ours
+    "superres":        ADMConfig(8,   1, 32,  (1, 2), 1, (4,), 11, null_class=True, low_res=4),  # 0.8 M, ours
+    "classifier":      ADMConfig(8,   1, 32,  (1, 2), 1, (4,), 10, pool="attention"),            # 0.4 M, ours
     "imagenet64":      ADMConfig(64,  3, 192, M64,  3, ATTN, 1000, **W64, **NEW),                # 295.9 M
     "imagenet128":     ADMConfig(128, 3, 256, M128, 2, ATTN, 1000, **H4),                        # 421.5 M
     "imagenet256":     ADMConfig(256, 3, 256, M256, 2, ATTN, 1000, **W64),                       # 553.8 M

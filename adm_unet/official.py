@@ -66,39 +66,49 @@ def official_config(config: dict) -> ADMConfig:
 
 
 def official_name(name: str, config: ADMConfig) -> str:
-    """Our name of a released state-dict entry."""
-    for pattern, ours in PARTS:
-        name = re.sub(pattern, ours, name)
-    stage, *rest = name.split(".")
-    levels, depth = len(config.widths), config.depth
-    if stage == "label_emb":
-        return ".".join(["label_embed", *rest])
-    if stage == "input_blocks":  # the first is a convolution, and every later level begins with a lone one
-        block, part, *leaf = rest
-        if block == "0":
-            return ".".join(["in_conv", *leaf])
-        parts = [] if int(block) % (depth + 1) == 0 else [("res", "attn")[int(part)]]
-        return ".".join(["in_blocks", str(int(block) - 1), *parts, *leaf])
-    if stage == "middle_block":
-        return ".".join([("mid_block1.res", "mid_block1.attn", "mid_block2.res")[int(rest[0])], *rest[1:]])
-    if stage == "output_blocks":  # a level's last block upsamples, after attention where there is any
-        block, part, *leaf = rest
-        level = levels - 1 - int(block) // (depth + 1)
-        parts = ("res", "attn", "up") if config.heads(level) else ("res", "up")
-        return ".".join(["out_blocks", block, parts[int(part)], *leaf])
-    if stage == "out":
-        return official_out(rest, config)
-    return name
+    """Our name of a released state-dict entry; one that no network of this config has stays as it is."""
+    ours = name
+    for pattern, part in PARTS:
+        ours = re.sub(pattern, part, ours)
+    stage, *rest = ours.split(".")
+    try:
+        return ".".join(STAGES[stage](rest, config)) if stage in STAGES else ours
+    except (IndexError, ValueError):
+        return name
 
 
-def official_out(rest: list[str], config: ADMConfig) -> str:
-    """Our name of an entry of the released last layers, `out.<rest>`."""
-    number, *leaf = rest
+def input_blocks(rest: list[str], config: ADMConfig) -> list[str]:
+    block, part, *leaf = rest
+    if block == "0":
+        return ["in_conv", *leaf]
+    if int(block) % (config.depth + 1) == 0:  # every later level begins with a lone change of resolution
+        return ["in_blocks", str(int(block) - 1), *leaf]
+    return ["in_blocks", str(int(block) - 1), ("res", "attn")[int(part)], *leaf]
+
+
+def middle_block(rest: list[str], config: ADMConfig) -> list[str]:
+    return [("mid_block1.res", "mid_block1.attn", "mid_block2.res")[int(rest[0])], *rest[1:]]
+
+
+def output_blocks(rest: list[str], config: ADMConfig) -> list[str]:
+    block, part, *leaf = rest
+    level = len(config.widths) - 1 - int(block) // (config.depth + 1)
+    parts = ("res", "attn", "up") if config.heads(level) else ("res", "up")
+    return ["out_blocks", block, parts[int(part)], *leaf]
+
+
+def out(rest: list[str], config: ADMConfig) -> list[str]:
     if config.pool.startswith("spatial"):
-        return ".".join(["out", *rest])
-    if number == "0":
-        return ".".join(["norm", *leaf])
-    return ".".join(["out" if config.pool else "out_conv", *leaf])
+        return ["out", *rest]
+    if rest[0] == "0":
+        return ["norm", *rest[1:]]
+    return ["out" if config.pool else "out_conv", *rest[1:]]
+
+
+STAGES = {
+    "label_emb": lambda rest, config: ["label_embed", *rest], "input_blocks": input_blocks,
+    "middle_block": middle_block, "output_blocks": output_blocks, "out": out,
+}  # fmt: skip
 
 
 def load_official(config: dict, state_dict: dict[str, Tensor]) -> Encoder:

@@ -28,15 +28,17 @@ from torch import Tensor
 from tqdm import tqdm
 
 from adm_unet.iddpm import IDDPM, ancestral, ddim, guided_denoiser
-from adm_unet.model import PRESETS, ADMConfig, Encoder, build
+from adm_unet.model import PRESETS, ADMConfig, Encoder
+from adm_unet.model import build as build_net
 from adm_unet.official import read_official
 from adm_unet.tasks import Schedule, beside, classifier_gradient, denoiser, make_process, noise_predictor
-from posthoc_ema.snapshots import find_snapshot, read_snapshot
+from posthoc_ema.reconstruct import read_average
+from posthoc_ema.snapshots import config_from_dict
 from shared.check import require
 from shared.data import DataConfig, load_data
 from shared.diffusion import SIGMA_MAX, SIGMA_MIN
 from shared.figures import save_images
-from shared.files import config_from_dict, load_strictly
+from shared.files import load_strictly
 from shared.run import cli, find_device
 from shared.samplers import SAMPLERS, guided, seed_noise, sigma_steps, unlabelled
 
@@ -63,7 +65,7 @@ class SampleConfig:
     classifier_scale: float = 1.0  # strength s of its guidance
     at_mean: bool = False  # take its gradient at the predicted mean, as the paper derives; ancestral only
     low_res: Path | None = None  # folder, zip or .npz of small images, and their labels, to enlarge
-    sigma_rel: float | None = None  # relative length of the average to use; None: the shortest saved
+    sigma_rel: float | None = None  # relative length of the average, tracked or not; None: the shortest saved
     guide_sigma_rel: float | None = None  # the same for the guide
     official: Path | None = None  # a released .pt file, instead of a run
     preset: str = "imagenet64"  # the network in the released file
@@ -87,7 +89,7 @@ class SampleConfig:
 
 @dataclass
 class Model:
-    """A network, what it was trained for and on which process."""
+    """A network, what it was trained for and on which process; called, its D(x; sigma, labels)."""
 
     net: Encoder
     objective: str  # edm, a loss of iddpm, or classifier
@@ -97,22 +99,30 @@ class Model:
     def process(self, variance: str = "small", spacing: str = "") -> IDDPM:
         return make_process(self.schedule, self.num_steps, variance, spacing)
 
+    def __call__(self, x: Tensor, sigma: Tensor, labels: Tensor | None = None) -> Tensor:
+        return denoiser(self.net, self.objective, self.process())(x, sigma, labels)
+
+
+def build(weights: dict[str, Tensor], header: dict, device: str = "cpu") -> Model:
+    """The model, in evaluation mode, of a snapshot's weights and header. ValueError where they misfit."""
+    require(header["network"] == "adm_unet", f"the network is {header['network']}, not an ADM")
+    net = build_net(config_from_dict(ADMConfig, header["config"]))
+    load_strictly(net, weights)
+    net = net.to(device).eval().requires_grad_(False)
+    return Model(net, header["objective"], header["schedule"], header["num_steps"])
+
 
 def load(path: Path, sigma_rel: float | None = None, device: str = "cpu") -> tuple[Model, dict]:
-    """The network of a snapshot, or of a run's last one, in evaluation mode, and the snapshot's header.
+    """The model of a snapshot, or of a run's last one, and the snapshot's header; an average of a length that
+    the run did not track is reconstructed.
 
     ValueError, naming the file, for what is no snapshot of an ADM.
     """
-    path = find_snapshot(path, sigma_rel)
-    weights, header = read_snapshot(path)
-    require(header["network"] == "adm_unet", f"{path} is of {header['network']}, not of an ADM")
+    weights, header = read_average(path, sigma_rel)
     try:
-        net = build(config_from_dict(ADMConfig, header["config"]))
-        load_strictly(net, weights)
+        return build(weights, header, device), header
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-    net = net.to(device).eval().requires_grad_(False)
-    return Model(net, header["objective"], header["schedule"], header["num_steps"]), header
 
 
 def load_released(path: Path, preset: str, device: str) -> Model:
@@ -149,8 +159,9 @@ def draw(
 
     process = model.process()
     D = denoiser(counted(model.net), model.objective, process, low_res)
-    other = denoiser(guide.net, guide.objective, guide.process(), low_res) if guide else unlabelled(D)
-    D_w = guided(D, other, config.guidance)
+    other = guide or model
+    D_guide = denoiser(other.net, other.objective, other.process(), low_res)
+    D_w = guided(D, D_guide if guide else unlabelled(D_guide), config.guidance)
     with torch.no_grad():
         if config.sampler in SAMPLERS:
             if gradient is not None:

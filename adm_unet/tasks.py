@@ -132,7 +132,7 @@ def picture(
     if run.rank > 0:
         return
     plot_losses(run.folder)
-    if config.pool:
+    if config.pool or (config.low_res and len(dataset) == 0):
         return
     classes = config.num_classes - config.null_class
     columns = min(classes, 10) or 10

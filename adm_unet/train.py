@@ -9,8 +9,8 @@ arXiv:2206.00364v2; power-function EMA of EDM2, arXiv:2312.02696v2.
     python adm_unet/train.py --objective iddpm    # the papers' loss and learned variance
     torchrun --nproc_per_node 8 adm_unet/train.py imagenet64 --data.source imagenet64.zip
 
-Reading order: `TrainConfig`, `PRESETS`, `train`; the losses are in `tasks.py`. Ctrl-C saves and stops; the
-same command goes on.
+Reading order: `TrainConfig`, `PRESETS`, `draw`, `train`; losses are in `tasks.py`. Ctrl-C saves and stops;
+the same command goes on.
 
 Deviations: the objective is EDM's by default, so that the networks of this repository compare; `iddpm` is the
 papers'. Weights are averaged by power functions, not by an exponential, a classifier's too.
@@ -23,6 +23,7 @@ from typing import Annotated, Literal
 
 import torch
 import tyro
+from torch import Tensor
 
 from adm_unet.iddpm import LossSecondMoment, Objective
 from adm_unet.model import PRESETS as NETWORKS
@@ -80,11 +81,12 @@ class TrainConfig:
 
 
 def released(
-    net: str, data: DataConfig, steps: int, batch_size: int = 256, schedule: Schedule = "linear", **others
+    net: str, data: str, steps: int, batch_size: int = 256, schedule: Schedule = "linear", **others
 ) -> TrainConfig:
     """A released configuration; a log line every 100 steps, 64 samples and 32 snapshots over its length."""
     nimg = steps * batch_size
     run = RunConfig(Path(f"runs/{net}"), nimg, 100 * batch_size, nimg // 64, nimg // 32, nimg // 64)
+    data = DataConfig(data, flip=True)
     return TrainConfig(NETWORKS[net], run, data, schedule=schedule, batch_size=batch_size, **others)
 
 
@@ -93,28 +95,24 @@ def digits(net: str, out: str, duration: int, **others) -> TrainConfig:
     return TrainConfig(NETWORKS[net], run, P_mean=-0.8, P_std=1.0, betas=(0.9, 0.99), warmup=12_800, **others)
 
 
-IMAGENET64, IMAGENET128, IMAGENET256, IMAGENET512, LSUN = (
-    DataConfig(f"{name}.zip", flip=True)
-    for name in ("imagenet64", "imagenet128", "imagenet256", "imagenet512", "lsun_bedroom256")
-)
 DECAY = dict(lr=3e-4, weight_decay=0.05, anneal=True)  # of the released classifiers
 PRESETS: dict[str, TrainConfig] = {
-    "digits":          digits("digits", "runs/adm_unet", 192_000, lr=2e-3, label_dropout=0.1),
+    "digits":          digits("digits", "runs/adm_unet", 240_000, lr=2e-3, label_dropout=0.1),
     "superres":        digits("superres", "runs/adm_superres", 96_000, lr=2e-3, label_dropout=0.1),
-    "classifier":      digits("classifier", "runs/adm_classifier", 96_000, **DECAY),
-    "imagenet64":      released("imagenet64", IMAGENET64, 540_000, 2048, "cosine", lr=3e-4),
-    "imagenet128":     released("imagenet128", IMAGENET128, 4_360_000),
-    "imagenet256":     released("imagenet256", IMAGENET256, 1_980_000),
-    "imagenet512":     released("imagenet512", IMAGENET512, 1_940_000),
-    "uncond256":       released("uncond256", IMAGENET256, 1_980_000),
-    "lsun256":         released("lsun256", LSUN, 500_000),
-    "superres64_256":  released("superres64_256", IMAGENET256, 500_000),
-    "superres128_512": released("superres128_512", IMAGENET512, 500_000),
-    "classifier64":    released("classifier64", IMAGENET64, 300_000, schedule="cosine", **DECAY),
-    "classifier128":   released("classifier128", IMAGENET128, 300_000, **DECAY),
-    "classifier256":   released("classifier256", IMAGENET256, 300_000, **DECAY),
-    "classifier512":   released("classifier512", IMAGENET512, 300_000, **DECAY),
-}  # fmt: skip
+    "classifier":      digits("classifier", "runs/adm_classifier", 96_000, **DECAY | dict(lr=1e-3)),
+    "imagenet64":      released("imagenet64", "imagenet64.zip", 540_000, 2048, "cosine", lr=3e-4),
+    "imagenet128":     released("imagenet128", "imagenet128.zip", 4_360_000),
+    "imagenet256":     released("imagenet256", "imagenet256.zip", 1_980_000),
+    "imagenet512":     released("imagenet512", "imagenet512.zip", 1_940_000),
+    "uncond256":       released("uncond256", "imagenet256.zip", 1_980_000),
+    "lsun256":         released("lsun256", "lsun256.zip", 500_000),
+    "superres64_256":  released("superres64_256", "imagenet256.zip", 500_000),
+    "superres128_512": released("superres128_512", "imagenet512.zip", 500_000),
+    "classifier64":    released("classifier64", "imagenet64.zip", 300_000, schedule="cosine", **DECAY),
+    "classifier128":   released("classifier128", "imagenet128.zip", 300_000, **DECAY),
+    "classifier256":   released("classifier256", "imagenet256.zip", 300_000, **DECAY),
+    "classifier512":   released("classifier512", "imagenet512.zip", 300_000, **DECAY),
+}
 
 
 def learning_rate(config: TrainConfig, nimg: int) -> float:
@@ -131,11 +129,37 @@ def check(config: TrainConfig, dataset: Dataset) -> None:
     require(classes in (0, had), f"net has {classes} classes, but {config.data.source} has {had}")
 
 
+def draw(
+    config: TrainConfig, run: Run, sampler: LossSecondMoment, images: Tensor, labels: Tensor | None
+) -> tuple:
+    """This rank's part of a step's randomness, which is drawn for the global batch: noise levels, weights of
+    losses, noise like the images, and labels, some of them dropped."""
+    B, options = config.batch_size, dict(generator=run.generator(config.seed), device=run.device)
+    weight = torch.ones(B, device=run.device)
+    if config.kind == "edm":
+        level = log_normal_sigma(torch.randn(B, **options), config.P_mean, config.P_std)
+    else:  # steps, on the host, where the tables of the process are
+        level, weights = sampler.draw(torch.rand(B, **options).cpu().numpy())
+        weight = torch.from_numpy(weights).to(weight)
+    noise = torch.randn(B, *images.shape[1:], **options)
+    keep = torch.rand(B, **options) >= config.label_dropout
+    if labels is not None and config.label_dropout:
+        labels = labels.where(keep[run.part], config.net.num_classes - 1)
+    return level[run.part], weight[run.part], noise[run.part], labels if config.net.num_classes else None
+
+
+def describe(config: TrainConfig, dataset: Dataset) -> dict:
+    """What a snapshot's header says besides its time and length."""
+    process = {"objective": config.kind, "schedule": config.schedule, "num_steps": config.num_steps}
+    statistics = {"latent_mean": dataset.latent_mean, "latent_std": dataset.latent_std}
+    return {"network": "adm_unet", "config": asdict(config.net), **process, **statistics}
+
+
 def train(config: TrainConfig) -> None:
+    """Train, or go on training, what `config` says. ValueError for what cannot work; DivergedError."""
     train_set, validation_set = load_data(config.data)
     check(config, train_set)
-    kind = config.kind
-    learned = kind not in ("edm", "simple", "classifier")  # the losses that teach a variance
+    learned = config.kind not in ("edm", "simple", "classifier")  # the losses that teach a variance
     process = make_process(config.schedule, config.num_steps, "learned" if learned else "large")
     config = replace(config, net=replace(config.net, learn_sigma=learned))
     recipe = asdict(config)
@@ -156,45 +180,23 @@ def train(config: TrainConfig) -> None:
             sampler.losses = state["sampler"].numpy()
 
         compiled = run.compile(net)
-        header = {
-            "network": "adm_unet", "config": recipe["net"], "objective": kind, "schedule": config.schedule,
-            "num_steps": config.num_steps,
-            "latent_mean": train_set.latent_mean, "latent_std": train_set.latent_std,
-        }  # fmt: skip
+        header = describe(config, train_set)
         autocast = torch.autocast(run.device.type, torch.bfloat16, enabled=config.precision == "bfloat16")
-        look = (config.net, kind, process, validation_set)
+        task = (config.net, config.kind, process)
 
         for images, labels in run.batches(train_set, config.batch_size, config.seed, config.data.flip):
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(config, run.nimg)
-
-            # Randomness of the global batch, of which each rank takes its part.
-            draw = dict(generator=run.generator(config.seed), device=run.device)
-            B, shape = config.batch_size, images.shape[1:]
-            weight = torch.ones(len(images), device=run.device)
-            if kind == "edm":
-                level = log_normal_sigma(torch.randn(B, **draw), config.P_mean, config.P_std)[run.part]
-            else:
-                level, w = sampler.draw(torch.rand(B, **draw).cpu().numpy()[run.part])
-                weight = weight * torch.from_numpy(w).to(weight)
-            noise = torch.randn(B, *shape, **draw)[run.part]                   # B/ranks C H W
-            if not config.net.num_classes:
-                labels = None
-            elif config.label_dropout:
-                keep = torch.rand(B, **draw)[run.part] >= config.label_dropout
-                labels = labels.where(keep, config.net.num_classes - 1)
-
+            level, weight, noise, labels = draw(config, run, sampler, images, labels)
             losses = torch.zeros(len(images), device=run.device)
             for k in range(config.accumulate):
                 part = slice(k, None, config.accumulate)
+                y = None if labels is None else labels[part]
                 with autocast:
-                    y = None if labels is None else labels[part]
-                    loss = training_loss(
-                        compiled, config.net, kind, process, images[part], y, level[part], noise[part]
-                    )
-                ((loss * weight[part]).sum() / B).backward()
+                    loss = training_loss(compiled, *task, images[part], y, level[part], noise[part])
+                ((loss * weight[part]).sum() / config.batch_size).backward()
                 losses[part] = loss.detach().float()
-            if run.reduce(net, (losses * weight).sum() / B):
+            if run.reduce(net, (losses * weight).sum() / config.batch_size):
                 optimizer.step()
                 ema.update(run.nimg)
                 if config.importance:
@@ -203,8 +205,8 @@ def train(config: TrainConfig) -> None:
 
             if run.due(config.run.sample_every):
                 averaged.load_state_dict(ema.weights(config.sigma_rels[0]))
-                run.log(validation=validation(averaged, *look, run.device))
-                picture(run, averaged, *look)
+                run.log(validation=validation(averaged, *task, validation_set, run.device))
+                picture(run, averaged, *task, validation_set)
             elif run.due(config.run.log_every):
                 run.log()
             if run.due(config.run.snapshot_every) and run.rank == 0:

@@ -296,7 +296,7 @@ class Denoiser(nn.Module):
         """Forced weight normalization, Eq. 66: else weights grow, and updates of one size turn them less."""
         for layer in self.modules():
             if isinstance(layer, MPConv):
-                w = layer.weight.data  # unseen by autograd, for which an earlier pass may have saved the weight
+                w = layer.weight.data  # unseen by autograd, which may have saved it in an earlier pass
                 w.copy_(normalize(w, layer.dims))
 
     def forward(

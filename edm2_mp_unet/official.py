@@ -1,25 +1,22 @@
 """Released EDM2 weights in our network, from state dicts or from the released pickles.
 
 Paper: arXiv:2312.02696v2. `load_official` takes what the released constructor was given and its state dict,
-and returns a `Denoiser`; nothing may be missing, left over or of another shape. `read_official_pickle` takes
-both out of a released `.pkl` and executes nothing of it: these carry source code that plain unpickling runs.
+and returns a `Denoiser`; nothing may be missing, left over or of another shape. `read_official_pickle`, which
+executes nothing, takes both out of a released `.pkl`.
 
     net = load_official(*read_official_pickle(Path("edm2-img512-xs-2147483-0.135.pkl")))
 """
 
-import io
-import pickle
-from pathlib import Path
-from typing import Any
-
-import torch
 from torch import Tensor
 
 from edm2_mp_unet.model import Denoiser, EDM2Config
+from posthoc_ema.pickles import read_official_pickle
 from shared.check import require
 from shared.files import load_strictly
 
-# The released constructor's arguments, in its order, by our names; None only chooses an implementation.
+__all__ = ["load_official", "official_config", "official_name", "read_official_pickle"]
+
+# The released constructor's arguments by our names; None only chooses an implementation.
 FIELDS = {
     "img_resolution": "img_size", "img_channels": "in_channels", "label_dim": "num_classes", "use_fp16": None,
     "sigma_data": "sigma_data", "logvar_channels": "logvar_channels", "model_channels": "channels",
@@ -78,118 +75,3 @@ def load_official(config: dict, state_dict: dict[str, Tensor]) -> Denoiser:
     net = Denoiser(official_config(config))
     load_strictly(net, state_dict, {name: official_name(name, net.config) for name in state_dict})
     return net
-
-
-# Released pickles -------------------------------------------------------------------------------------------
-#
-# Unpickling calls whatever globals the file names. Here each of them is a class of `Inert`, which only notes
-# what it was called with; afterwards the notes are read, and of them the few that say where weights lie.
-
-# Packages whose names released pickles hold. None of them is imported; a name of any other is reported.
-PACKAGES = {"collections", "dnnlib", "numpy", "torch", "torch_utils", "training", "_codecs"}
-
-
-class Inert:
-    """What stands in a pickle for a global: its name, and what unpickling would have done with it."""
-
-    name = ""
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> "Inert":
-        self = super().__new__(cls)
-        self.__dict__.update(args=args, items={}, state=None)
-        return self
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        pass
-
-    def __setstate__(self, state: Any) -> None:
-        self.__dict__["state"] = state
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self.items[key] = value
-
-    def append(self, value: Any) -> None:
-        self.items[len(self.items)] = value
-
-
-class InertUnpickler(pickle.Unpickler):
-    """Plain containers, strings and numbers, and `Inert`s: nothing is imported, nothing called."""
-
-    def __init__(self, file: io.BufferedIOBase):
-        super().__init__(file)
-        self.foreign: set[str] = set()
-
-    def find_class(self, module: str, name: str) -> type:
-        if module.split(".")[0] not in PACKAGES:
-            self.foreign.add(f"{module}.{name}")
-        return type("Inert", (Inert,), {"name": f"{module}.{name}"})  # a new class each time: no shared state
-
-    def persistent_load(self, pid: Any) -> None:
-        raise pickle.UnpicklingError("storages outside the pickle")
-
-
-def as_dict(value: Any) -> dict:
-    """A plain, ordered or attribute-access dictionary; empty for None."""
-    value = {} if value is None else value.items if isinstance(value, Inert) else value
-    require(isinstance(value, dict), "its modules are not as released ones")
-    return value
-
-
-def module_state(module: Any) -> tuple[str, dict]:
-    """Class name and attributes of a module: one of torch's, or one of the released code's own, which come
-    with their source code."""
-    require(isinstance(module, Inert), "its modules are not as released ones")
-    if module.name == "torch_utils.persistence._reconstruct_persistent_obj" and module.args:
-        meta = as_dict(module.args[0])
-        return str(meta.get("class_name")), as_dict(meta.get("state"))
-    return module.name, as_dict(module.state)
-
-
-def read_tensor(value: Any) -> Tensor:
-    """The tensor that a note of `_rebuild_parameter` or `_rebuild_tensor_v2` describes."""
-    while isinstance(value, Inert) and value.name == "torch._utils._rebuild_parameter" and value.args:
-        value = value.args[0]
-    fits = isinstance(value, Inert) and value.name == "torch._utils._rebuild_tensor_v2"
-    require(fits and len(value.args) >= 4, "a weight in it is not a tensor")
-    storage, offset, size, stride = value.args[:4]
-    fits = isinstance(storage, Inert) and storage.name == "torch.storage._load_from_bytes" and storage.args
-    require(fits, "a tensor in it has no storage")
-    # A file of torch.save within the pickle, read by torch's own restricted unpickler.
-    storage = torch.load(io.BytesIO(storage.args[0]), map_location="cpu", weights_only=True)
-    return torch.empty(0, dtype=storage.dtype).set_(storage.untyped(), offset, size, stride)
-
-
-def read_tensors(module: Any, prefix: str = "") -> dict[str, Tensor]:
-    """State dict of a noted module and of those within it."""
-    _, state = module_state(module)
-    params, buffers = as_dict(state.get("_parameters")), as_dict(state.get("_buffers"))
-    tensors = {prefix + k: read_tensor(v) for k, v in (params | buffers).items() if v is not None}
-    for name, child in as_dict(state.get("_modules")).items():
-        if child is not None:
-            tensors |= read_tensors(child, f"{prefix}{name}.")
-    return tensors
-
-
-def read_official_pickle(path: Path) -> tuple[dict, dict[str, Tensor]]:
-    """Constructor's arguments and state dict (in the file's precision) of a released `.pkl`.
-
-    ValueError, naming the file, where it is not one, and naming any global that no released one has; whatever
-    the file holds, nothing in it is executed.
-    """
-    try:
-        with open(path, "rb") as file:
-            unpickler = InertUnpickler(file)
-            data = unpickler.load()
-    except FileNotFoundError:
-        raise ValueError(f"{path} does not exist") from None
-    except Exception as error:  # a broken pickle can fail in any way
-        raise ValueError(f"{path} is truncated or not a pickle ({error})") from error
-    foreign = ", ".join(sorted(unpickler.foreign))
-    require(not foreign, f"{path} asks for {foreign}, which no released network needs; nothing was executed")
-    try:
-        name, state = module_state(as_dict(data).get("ema"))
-        require(name == "Precond", f"its network is a {name}, not EDM2's Precond")
-        config = dict(zip(FIELDS, state.get("_init_args") or (), strict=False))
-        return config | as_dict(state.get("_init_kwargs")), read_tensors(as_dict(data)["ema"])
-    except Exception as error:
-        raise ValueError(f"{path} is not a released EDM2 pickle: {error}") from error

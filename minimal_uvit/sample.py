@@ -8,8 +8,8 @@ arXiv:2406.02507v3; U-ViT, arXiv:2209.12152v4.
     python minimal_uvit/sample.py runs/minimal_uvit --num 10000 --out digits.npz
     python minimal_uvit/sample.py --official imagenet64_uvit_mid.pth --preset m4_imagenet64 --labels 207 360
 
-Reading order: `SampleConfig`, `load`, `draw`. Image k depends on `seed + k` and its label alone, whatever the
-batch size, to float32 rounding.
+Reading order: `SampleConfig`, `build`, `load`, `draw`. Image k depends on `seed + k` and its label alone,
+whatever the batch size, to float32 rounding.
 
 Guidance is guide + w (D - guide); the scale s that U-ViT's paper gives is w = 1 + s.
 """
@@ -26,7 +26,8 @@ from tqdm import tqdm
 
 from minimal_uvit.model import PRESETS, UViT, UViTConfig
 from minimal_uvit.official import read_official
-from posthoc_ema.snapshots import config_from_dict, find_snapshot, read_snapshot
+from posthoc_ema.reconstruct import read_average
+from posthoc_ema.snapshots import config_from_dict
 from shared.backend import REMEDY, TorchFace, find_clang
 from shared.check import require
 from shared.diffusion import SIGMA_MAX, SIGMA_MIN, EDMPrecond, VPPrecond, vp_sigma
@@ -53,7 +54,7 @@ class SampleConfig:
     churn: float = 0.0  # EDM's S_churn, fresh noise added along the way; heun and euler only
     guidance: float = 1.0  # guidance weight w; 1: none
     guide: Path | None = None  # a second run or snapshot to guide with; None: the network without its label
-    sigma_rel: float | None = None  # relative length of the average to use; None: the shortest saved
+    sigma_rel: float | None = None  # relative length of the average, tracked or not; None: the shortest saved
     guide_sigma_rel: float | None = None  # the same for the guide
     official: Path | None = None  # a released .pth file, instead of a run
     preset: str = "s2_cifar10"  # the network in the released file
@@ -82,23 +83,30 @@ def place(net: UViT, device: str, backend: str) -> UViT | TorchFace:
     return TorchFace(twin)
 
 
+def build(
+    weights: dict[str, torch.Tensor], header: dict, device: str = "cpu", backend: str = "torch"
+) -> Precond:
+    """The denoiser, in evaluation mode, of a snapshot's weights and header. ValueError where they misfit."""
+    require(header["network"] == "minimal_uvit", f"the network is {header['network']}, not a U-ViT")
+    net = UViT(config_from_dict(UViTConfig, header["config"]))
+    load_strictly(net, weights)
+    precond = VPPrecond if header["objective"] == "vp" else EDMPrecond
+    return precond(place(net, device, backend))
+
+
 def load(
     path: Path, sigma_rel: float | None = None, device: str = "cpu", backend: str = "torch"
 ) -> tuple[Precond, dict]:
-    """The denoiser of a snapshot, or of a run's last one, in evaluation mode, and the snapshot's header.
+    """The denoiser of a snapshot, or of a run's last one, in evaluation mode, and the snapshot's header; an
+    average of a length that the run did not track is reconstructed.
 
     ValueError, naming the file, for what is no snapshot of a U-ViT.
     """
-    path = find_snapshot(path, sigma_rel)
-    weights, header = read_snapshot(path)
-    require(header["network"] == "minimal_uvit", f"{path} is of {header['network']}, not of a U-ViT")
+    weights, header = read_average(path, sigma_rel)
     try:
-        net = UViT(config_from_dict(UViTConfig, header["config"]))
-        load_strictly(net, weights)
+        return build(weights, header, device, backend), header
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-    precond = VPPrecond if header["objective"] == "vp" else EDMPrecond
-    return precond(place(net, device, backend)), header
 
 
 def draw(

@@ -4,7 +4,8 @@ Paper: Karras et al., Analyzing and Improving the Training Dynamics of Diffusion
 section 3.2 and appendix C.3. How good a sum can be is known before a weight is read (`plan.py`); the weights
 then stream through once, so memory is that of the outputs and a tensor, however many snapshots there are.
 
-Reading order: `weighted_sums`, `reconstruct` (what other programs call), the command.
+Reading order: `start`, `add`, `weighted_sums`, `reconstruct` and `read_average` (for other programs), the
+command.
 
 Shapes: N snapshots, M outputs.
 
@@ -17,7 +18,6 @@ agree on it; the released code asks the network, which a state dict does not car
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Literal
 
@@ -30,28 +30,41 @@ from tqdm import tqdm
 
 from posthoc_ema.ema import sigma_rel_to_gamma
 from posthoc_ema.plan import make_plan
-from posthoc_ema.snapshots import Snapshot, mapped, read_header, save_snapshot, snapshot_path
+from posthoc_ema.snapshots import (
+    Snapshot,
+    find_snapshot,
+    list_snapshots,
+    mapped,
+    read_header,
+    read_snapshot,
+    save_snapshot,
+    snapshot_path,
+)
 from shared.check import require
 from shared.run import cli
 
-CHUNK = 1 << 16  # weights summed at once: few enough to stay in cache
+
+def start(files: Sequence[dict[str, Tensor]], M: int, dtype: torch.dtype) -> tuple[dict, dict]:
+    """Zeros to sum averages in, and copies of what is none, (M, ...) each, for the target's own files.
+
+    Averages of different lengths differ; a buffer or a counter is the same in all.
+    """
+    sums, copies = {}, {}
+    for name, value in files[0].items():
+        same = len(files) > 1 and all(torch.equal(tensors[name], value) for tensors in files[1:])
+        if value.is_floating_point() and not same:
+            sums[name] = torch.zeros(M, *value.shape, dtype=dtype)
+        else:
+            copies[name] = torch.stack([value.to(dtype) if value.is_floating_point() else value] * M)
+    return sums, copies
 
 
-def is_average(values: Sequence[Tensor]) -> bool:
-    """Whether an entry is one that the tracker averages, from its values in averages of different lengths."""
-    same = len(values) > 1 and all(torch.equal(value, values[0]) for value in values)
-    return values[0].is_floating_point() and not same
-
-
-def add(totals: Tensor, values: Sequence[Tensor], x: NDArray[np.float64]) -> None:
-    """totals (M, ...) += n tensors of any precision with coefficients x (n, M)."""
-    M, size = len(totals), values[0].numel()
-    chunks = (value.reshape(size).split(CHUNK) for value in values)
-    for total, *chunk in zip(totals.view(M, size).split(CHUNK, dim=1), *chunks, strict=True):
-        chunk = [part.to(total.dtype) for part in chunk]
-        for m in range(M):  # each by itself: a product of matrices rounds by how many there are
-            for part, coefficient in zip(chunk, x[:, m].tolist(), strict=True):
-                total[m].add_(part, alpha=coefficient)
+def add(sums: dict[str, Tensor], tensors: dict[str, Tensor], coefficients: Sequence[float]) -> None:
+    """To each of `sums` (M, ...) add a file's tensor, of any precision, with M coefficients."""
+    for name, total in sums.items():
+        value = tensors[name].to(total.dtype)
+        for m, coefficient in enumerate(coefficients):  # by itself, so that others do not change its rounding
+            total[m].add_(value, alpha=coefficient)
 
 
 @torch.no_grad()
@@ -59,21 +72,12 @@ def weighted_sums(
     snapshots: Sequence[Snapshot], x: NDArray[np.float64], dtype: torch.dtype = torch.float32
 ) -> list[dict[str, Tensor]]:
     """M state dicts: sums of N snapshots, which end with the target's own, with coefficients x (N, M)."""
-    sums, averages, M = {}, set(), x.shape[1]
-    latest_first = sorted(zip(snapshots, x, strict=True), key=lambda pair: -pair[0].nimg)
-    progress = tqdm(total=len(snapshots), unit="snapshot", disable=None)
-    for _, pairs in groupby(latest_first, key=lambda pair: pair[0].nimg):
-        files, rows = zip(*((mapped(snapshot.path), row) for snapshot, row in pairs), strict=True)
-        if not sums:  # these are the target's own
-            averages = {name for name in files[0] if is_average([tensors[name] for tensors in files])}
-            for name, value in files[0].items():
-                zeros = torch.zeros(M, *value.shape, dtype=dtype)
-                sums[name] = zeros if name in averages else torch.stack([value] * M)
-        for name in averages:
-            add(sums[name], [tensors[name] for tensors in files], np.array(rows))
-        progress.update(len(files))
-    progress.close()
-    return [{name: total[m] for name, total in sums.items()} for m in range(M)]
+    own = {s.path: mapped(s.path) for s in snapshots if s.nimg == snapshots[-1].nimg}
+    sums, copies = start(list(own.values()), x.shape[1], dtype)
+    for n in tqdm(reversed(range(len(snapshots))), total=len(snapshots), unit="snapshot", disable=None):
+        path = snapshots[n].path
+        add(sums, own.pop(path, None) or mapped(path), x[n].tolist())  # unmapped before the next
+    return [{name: total[m] for name, total in (sums | copies).items()} for m in range(x.shape[1])]
 
 
 def reconstruct(
@@ -89,6 +93,14 @@ def reconstruct(
     plan = make_plan(folder, sigma_rels, nimg)
     sums = weighted_sums(plan.snapshots, plan.x, dtype)
     return [(weights, plan.header(m)) for m, weights in enumerate(sums)]
+
+
+def read_average(path: Path, sigma_rel: float | None = None) -> tuple[dict[str, Tensor], dict]:
+    """Weights and header of a snapshot file; or of a run's last average of this length, reconstructed if the
+    run has not tracked it, by default the shortest tracked. ValueError where there is none."""
+    if path.is_file() or sigma_rel is None or sigma_rel in {s.sigma_rel for s in list_snapshots(path)}:
+        return read_snapshot(find_snapshot(path, sigma_rel))
+    return reconstruct(path, [sigma_rel])[0]
 
 
 # The command ------------------------------------------------------------------------------------------------
@@ -129,12 +141,12 @@ def is_there(path: Path, header: dict) -> bool:
 
 
 def main(options: Options) -> None:
-    lengths = parse_lengths(options.sigma_rel)
+    lengths, out = parse_lengths(options.sigma_rel), options.out or options.folder / "reconstructed"
+    require(not out.exists() or out.is_dir(), f"out {out} is not a folder")
     plan = make_plan(options.folder, lengths, options.nimg)
     print(plan.table(), flush=True)
     for sentence in plan.warnings():
         print(f"warning: {sentence}", file=sys.stderr)
-    out = options.out or options.folder / "reconstructed"
     paths = [snapshot_path(out, plan.snapshots[-1].nimg, length) for length in lengths]
     require(len(set(paths)) == len(paths), "--sigma-rel: files tell lengths apart by three decimals only")
     headers = [plan.header(m) | {"precision": options.precision} for m in range(len(lengths))]

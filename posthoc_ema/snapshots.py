@@ -19,11 +19,10 @@ Reading order: one snapshot (`save_snapshot`, `read_snapshot`), a run's (`save_s
 all that are in a folder (`list_snapshots`, `mapped`, `require_alike`).
 """
 
-import dataclasses
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -33,11 +32,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from posthoc_ema.ema import SIGMA_REL_MAX
+from posthoc_ema.pickles import read_official_pickle
 from shared.backend import convert, to_torch
 from shared.check import require
 from shared.files import write_whole
 
-NAME = re.compile(r"(?:[^.].*-)?(\d+)-(\d*\.\d+)\.(safetensors|pt)")  # a leading dot: left by a killed run
+NAME = re.compile(r"(?:[^.].*-)?(\d+)-(\d*\.\d+)\.(safetensors|pt|pkl)")  # a dot first: left by a kill
 PRECISIONS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -104,7 +104,7 @@ def config_from_dict(cls: type, values: dict) -> Any:
     require(not unknown, f"{cls.__name__} has no field {', '.join(unknown)}")
 
     def restore(name: str, value: Any) -> Any:
-        if dataclasses.is_dataclass(types[name]):
+        if is_dataclass(types[name]):
             return config_from_dict(types[name], value)
         return tuple(value) if isinstance(value, list) else value
 
@@ -124,7 +124,7 @@ class Snapshot:
     path: Path
     nimg: int
     sigma_rel: float
-    header: dict  # a state dict's is no more than its name tells
+    header: dict  # of a state dict or a released pickle no more than its name tells
 
 
 def list_snapshots(folder: Path) -> list[Snapshot]:
@@ -140,19 +140,23 @@ def list_snapshots(folder: Path) -> list[Snapshot]:
         if name is None:
             continue
         header = {"network": None, "config": None, "nimg": int(name[1]), "sigma_rel": float(name[2])}
-        header = header if name[3] == "pt" else read_header(path)
+        if name[3] == "pkl":  # EDM2's released ones are named by thousands of images, of multiples of 1024
+            header["nimg"] = -(-int(name[1]) * 1000 // 1024) * 1024
+        header = read_header(path) if name[3] == "safetensors" else header
         nimg, sigma_rel = header["nimg"], header["sigma_rel"]
         fits = isinstance(nimg, int) and isinstance(sigma_rel, float) and 0 < sigma_rel < SIGMA_REL_MAX
         require(fits, f"{path} is no power-function EMA: of time {nimg!r} and sigma_rel {sigma_rel!r}")
         if nimg > 0 and "reconstructed" not in header:
             twin = found.setdefault((nimg, sigma_rel), Snapshot(path, nimg, sigma_rel, header)).path
             require(twin == path, f"{path} and {twin.name} are both the snapshot {nimg}-{sigma_rel}")
-    require(len(found) > 0, f"{folder} has no snapshots, <nimg>-<sigma_rel>.safetensors or .pt")
+    require(len(found) > 0, f"{folder} has no snapshots, <nimg>-<sigma_rel>.safetensors or .pt or .pkl")
     return [found[key] for key in sorted(found)]
 
 
 def mapped(path: Path) -> dict[str, Tensor]:
     """A file's tensors, memory-mapped: read when first used. ValueError, naming it, where it holds none."""
+    if path.suffix == ".pkl":  # not mapped, but read
+        return read_official_pickle(path)[1]
     try:
         if path.suffix == ".pt":
             tensors = torch.load(path, map_location="cpu", mmap=True, weights_only=True)

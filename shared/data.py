@@ -29,12 +29,10 @@ from shared.check import require
 from shared.diffusion import SIGMA_DATA
 
 FASHION_URL = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
-FASHION_MD5 = {
-    "train-images-idx3-ubyte": "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
-    "train-labels-idx1-ubyte": "25c81989df183df01b3e8a0aad5dffbe",
-    "t10k-images-idx3-ubyte":  "bef4ecab320f06d8554ea6380940ec79",
-    "t10k-labels-idx1-ubyte":  "bb300cfdad3c16e7a12a480ee83cd310",
-}
+FASHION_MD5 = {"train-images-idx3-ubyte": "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
+               "train-labels-idx1-ubyte": "25c81989df183df01b3e8a0aad5dffbe",
+               "t10k-images-idx3-ubyte":  "bef4ecab320f06d8554ea6380940ec79",
+               "t10k-labels-idx1-ubyte":  "bb300cfdad3c16e7a12a480ee83cd310"}
 CIFAR_URL, CIFAR_MD5 = "https://www.cs.toronto.edu/~kriz/", "c32a1d4ab5d03f1284b67883e8d87530"
 CIFAR_FILES = [*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"]
 PIL_MODES = {"1": "L", "LA": "RGBA", "P": "RGB", "PA": "RGBA", "CMYK": "RGB", "YCbCr": "RGB"}  # read as these
@@ -223,8 +221,8 @@ def load_data(config: DataConfig) -> tuple[Dataset, Dataset]:
             mean, std = mean or mu.mean(0).tolist(), std or np.sqrt(var.mean(0) + mu.var(0)).tolist()
         fits = len(mean) == len(std) == train.shape[0] and min(std) > 0
         require(fits, f"{config.source} has {train.shape[0]} channels: {mean} and {std} do not fit")
-        for part in (train, validation):
-            part.latent_mean, part.latent_std = list(mean), list(std)
+        train.latent_mean, train.latent_std = list(mean), list(std)
+        validation.latent_mean, validation.latent_std = list(mean), list(std)
     return train, validation
 
 

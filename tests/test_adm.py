@@ -120,7 +120,7 @@ def test_checkpointing_is_off_when_it_is_off():
         calls[on] = []
         for module in net.modules():
             if isinstance(module, model.Attention):
-                module.register_forward_hook(lambda *_, count=calls[on]: count.append(1))
+                module.register_forward_pre_hook(lambda *_, count=calls[on]: count.append(1))
         torch.manual_seed(2)
         net(*inputs(net)).square().sum().backward()
         grads[on] = [p.grad for p in net.parameters()]

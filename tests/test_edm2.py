@@ -253,9 +253,9 @@ def test_depth_keeps_unit_magnitude(kind):
     torch.manual_seed(0)
     N, width = 12, 1024
     scaling = LongSkipScaling(LongSkipConfig(kind, kappa=0.8), [width] * N, (2, 3), layer=MPConv)
-    kept = bare = torch.randn(8, width, 2, 2)
+    kept = bare = torch.randn(64, width, 2, 2)
     for i in range(N, 0, -1):
-        skip, layer = torch.randn(8, width, 2, 2), MPConv(2 * width, width, kernel=1)
+        skip, layer = torch.randn(64, width, 2, 2), MPConv(2 * width, width, kernel=1)
         kappa = scaling.kappa(skip, i)
         kept, bare = layer(mp_cat(kept, skip, 0.5, kappa)), layer(mp_cat(bare, kappa * skip, 0.5))
     assert magnitude(kept) == pytest.approx(1, abs=0.01)

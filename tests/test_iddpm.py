@@ -107,7 +107,7 @@ def test_golden_sampling(k, framework):
     case, name, convert = MATH["adm_sampling"][k], "gd:" + "abcd"[k], FRAMEWORKS[framework]
     process = IDDPM(SCHEDULES[case["schedule"]](1000), space_timesteps(1000, case["respacing"]))
     x = convert(normal(name, (2, 1, 4, 4)))
-    noise = lambda k: convert(normal(f"{name}:{k}", (2, 1, 4, 4)))  # noqa: E731
+    noise = lambda k: convert(normal(f"{name}:{k}", (2, 1, 4, 4)))
     if case["kind"] == "ddim":
         out = ddim(process, golden_net, x, noise, clip=case["clip_denoised"], eta=case["eta"])
     else:
@@ -130,7 +130,7 @@ def perfect_net(process: IDDPM, variance: float):
 def test_ddim_with_eta_1_is_ancestral_sampling_with_small_variances():
     process = IDDPM(SCHEDULES["linear"](1000), space_timesteps(1000, "20"), variance="small")
     net, x = perfect_net(process, 0.25), normal("x", (3, 1, 2, 2))
-    noise = lambda k: normal(f"n{k}", x.shape)  # noqa: E731
+    noise = lambda k: normal(f"n{k}", x.shape)
     a, b = ancestral(process, net, x, noise, clip=False), ddim(process, net, x, noise, clip=False, eta=1.0)
     np.testing.assert_allclose(a, b, rtol=0, atol=2e-6)
 
@@ -160,7 +160,7 @@ def test_eta_needs_noise():
 
 def test_clipping_holds_the_prediction():
     process = IDDPM(SCHEDULES["cosine"](50), variance="small")
-    far = lambda x, timesteps, labels: 0 * x - 5  # noqa: E731
+    far = lambda x, timesteps, labels: 0 * x - 5
     x = normal("x", (2, 1, 2, 2))
     assert np.abs(ddim(process, far, x)).max() == 1.0  # the last step lands on x_0 itself
     assert np.abs(ddim(process, far, x, clip=False)).max() > 1.5

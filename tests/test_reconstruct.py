@@ -90,7 +90,7 @@ def test_close_to_an_average_that_was_tracked(tmp_path):
     _, direct = train(tmp_path, lengths=[0.07, 0.15])
     for weights, header in reconstruct(tmp_path, direct.lengths):
         tracked = direct.weights(header["sigma_rel"])
-        assert list(weights) == list(sorted(tracked))
+        assert weights.keys() == tracked.keys()
         for name, weight in weights.items():
             assert (weight - tracked[name]).float().norm() <= 0.01 * tracked[name].float().norm(), name
 
@@ -112,13 +112,15 @@ def test_numpy_oracle(tmp_path):
                 assert outputs[m][0][name].dtype == torch.float32
 
 
-def test_buffers_are_the_targets_own(tmp_path):
-    net, _ = train(tmp_path)
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_buffers_are_the_targets_own(tmp_path, precision):
+    net, _ = train(tmp_path, precision=precision)
     (weights, _), (other, _) = reconstruct(tmp_path, [0.02, 0.2])
     for name in ("1.running_mean", "1.running_var", "1.num_batches_tracked"):
-        assert torch.equal(weights[name], net.state_dict()[name]) and torch.equal(other[name], weights[name])
+        torch.testing.assert_close(weights[name], net.state_dict()[name], rtol=2**-9, atol=0)
+        assert torch.equal(other[name], weights[name])
     weights["1.running_var"] += 1
-    assert torch.equal(other["1.running_var"], net[1].running_var)  # outputs share no memory
+    torch.testing.assert_close(other["1.running_var"], net[1].running_var, rtol=2**-9, atol=0)  # not shared
     nn.Sequential(nn.Linear(7, 5), nn.BatchNorm1d(5)).load_state_dict(weights)
 
 
@@ -183,19 +185,21 @@ def test_each_file_is_read_once(tmp_path, monkeypatch):
 
 
 MEASURE = """
-import resource, sys
-import torch
+import re, sys
+from pathlib import Path
 from posthoc_ema.plan import make_plan
 from posthoc_ema.reconstruct import weighted_sums
-plan = make_plan(__import__("pathlib").Path(sys.argv[1]), [0.07, 0.15])
-torch.zeros(2, 2).addmm_(torch.ones(2, 2), torch.ones(2, 2))  # the linear algebra's own buffers
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+def resident(key):
+    return int(re.search(key + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+plan = make_plan(Path(sys.argv[1]), [0.07, 0.15])
+before = resident("VmRSS")
 sums = weighted_sums(plan.snapshots, plan.x)
-print(len(plan.snapshots), (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+print(len(plan.snapshots), resident("VmHWM") - before)
 """
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_is_that_of_the_outputs(tmp_path):
     """32 snapshots of 8 MiB, two outputs: only the files of one time, two, are mapped at once."""
     for nimg in range(1, 17):
@@ -208,7 +212,7 @@ def test_memory_is_that_of_the_outputs(tmp_path):
         capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1],
     )  # fmt: skip
     count, peak = map(int, result.stdout.split())
-    assert count == 32 and peak < (2 + 2 + 2) * 2**23  # outputs, files of one time, and as much to spare
+    assert count == 32 and 2 * 2**23 < peak < (2 + 2 + 2) * 2**23  # outputs, two files, as much to spare
 
 
 # The command ------------------------------------------------------------------------------------------------
@@ -278,7 +282,7 @@ def test_a_killed_command_leaves_whole_files_and_goes_on(tmp_path, monkeypatch):
         calls.append(file)
         save_file(tensors, file, metadata)
         if len(calls) == 2:
-            file.write_bytes(file.read_bytes()[:500])
+            Path(file).write_bytes(Path(file).read_bytes()[:500])
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -426,8 +430,11 @@ def test_a_folder_without_snapshots(tmp_path):
         assert status == 2 and sentence in stderr and stderr.count("\n") == 1
 
 
-def test_a_time_without_snapshot(tmp_path):
+def test_a_time_without_snapshot_and_an_output_that_is_no_folder(tmp_path):
     train(tmp_path, times=[10, 20, 30])
+    (tmp_path / "file").touch()
+    status, _, stderr = run(tmp_path, "--sigma-rel", 0.07, "--out", tmp_path / "file")
+    assert status == 2 and stderr.endswith("file is not a folder\n") and stderr.count("\n") == 1
     status, _, stderr = run(tmp_path, "--sigma-rel", 0.07, "--nimg", 24)
     assert status == 2 and "is of time 24: the nearest is of 20" in stderr and stderr.count("\n") == 1
 

@@ -91,19 +91,22 @@ def test_a_crashed_run_goes_on_from_its_checkpoint(tmp_path, monkeypatch):
     assert_same_run(tmp_path / "whole", tmp_path / "crashed")
 
 
-def run_command(*args: str, **options) -> subprocess.Popen:
+def run_command(*args: str) -> subprocess.Popen:
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [sys.executable, *args], env=env, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **options
-    )
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen([sys.executable, *args], env=env, **pipes)
+
+
+def finish(process: subprocess.Popen) -> None:
+    output, _ = process.communicate()
+    assert process.returncode == 0, output
 
 
 @pytest.mark.slow
 def test_kill_9_at_five_random_moments(tmp_path):
     script = str(ROOT / "minimal_uvit/train.py")
     arguments = [script, *TINY, "--duration", "25600", "--sample-every", "6400", "--out"]
-    whole = run_command(*arguments, str(tmp_path / "whole"))
-    assert whole.wait() == 0, whole.stderr.read()
+    finish(run_command(*arguments, str(tmp_path / "whole")))
     killed = tmp_path / "killed"
     rng = random.Random(0)
     for kill in range(5):
@@ -113,9 +116,8 @@ def test_kill_9_at_five_random_moments(tmp_path):
             time.sleep(0.005)
         time.sleep(rng.random() * 0.1)
         process.kill()
-        process.wait()
-    last = run_command(*arguments, str(killed))
-    assert last.wait() == 0, last.stderr.read()
+        process.communicate()
+    finish(run_command(*arguments, str(killed)))
     assert_same_run(tmp_path / "whole", killed)
     assert (killed / "samples" / "000025600.png").exists()
 
@@ -129,13 +131,9 @@ def position(out: Path) -> int:
 def test_two_ranks_equal_one(tmp_path):
     script = str(ROOT / "minimal_uvit/train.py")
     arguments = [script, *TINY, "--duration", "640", "--sample-every", "640", "--out"]
-    one = run_command(*arguments, str(tmp_path / "one"))
-    assert one.wait() == 0, one.stderr.read()
-    two = run_command(
-        "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "29511",
-        *arguments, str(tmp_path / "two"),
-    )
-    assert two.wait() == 0, two.stderr.read()
+    finish(run_command(*arguments, str(tmp_path / "one")))
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    finish(run_command(*torchrun, *arguments, str(tmp_path / "two")))
     ours, theirs = state(tmp_path / "one"), state(tmp_path / "two")
     for name, weight in ours["net"].items():
         torch.testing.assert_close(theirs["net"][name], weight, rtol=1e-4, atol=2e-6)

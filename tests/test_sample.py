@@ -172,7 +172,7 @@ def test_guidance_needs_something_to_guide_with(tmp_path):
     (lambda data: data[:200], "truncated or not a safetensors"),
     (lambda data: data[:-1], "truncated or not a safetensors"),
     (lambda data: b"", "truncated or not a safetensors"),
-    (lambda data: data.replace(b"minimal_uvit", b"someone_else"), "is of someone_else, not of a U-ViT"),
+    (lambda data: data.replace(b"minimal_uvit", b"someone_else"), "the network is someone_else, not a U-ViT"),
 ])
 def test_spoilt_snapshots_are_named(folder, tmp_path, spoil, sentence):
     source = next((folder / "snapshots").glob("000000128-0.050*"))
