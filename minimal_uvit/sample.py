@@ -28,13 +28,13 @@ from minimal_uvit.model import PRESETS, UViT, UViTConfig
 from minimal_uvit.official import read_official
 from posthoc_ema.reconstruct import read_average
 from posthoc_ema.snapshots import config_from_dict
-from shared.backend import REMEDY, TorchFace, find_clang
 from shared.check import require
 from shared.diffusion import SIGMA_MAX, SIGMA_MIN, EDMPrecond, VPPrecond, vp_sigma
 from shared.figures import save_images
 from shared.files import load_strictly
 from shared.run import cli, find_device
 from shared.samplers import SAMPLERS, guided, seed_noise, sigma_steps, unlabelled
+from shared.tinygrad_backend import REMEDY, TorchFace, find_clang
 
 Precond = EDMPrecond | VPPrecond
 

@@ -25,11 +25,11 @@ from minimal_uvit.train import PRESETS as TORCH_PRESETS
 from minimal_uvit.train import TrainConfig, check, draw, learning_rate, picture
 from posthoc_ema.ema_tinygrad import PowerFunctionEMA
 from posthoc_ema.snapshots import save_snapshots
-from shared.backend import REMEDY, TorchFace, convert, find_clang, to_tinygrad, to_torch
 from shared.check import require
 from shared.data import load_data
 from shared.diffusion import EDMPrecond, VPPrecond, edm_loss, vp_loss
 from shared.run import Run, cli, validate
+from shared.tinygrad_backend import REMEDY, TorchFace, convert, find_clang, to_tinygrad, to_torch
 
 PRESETS: dict[str, TrainConfig] = {
     name: replace(config, run=replace(config.run, out=Path(f"{config.run.out}_tinygrad"), device="cpu"))
@@ -73,7 +73,7 @@ def train(config: TrainConfig) -> None:
 
         @TinyJit
         def backward(images: Tensor, sigma: Tensor, noise: Tensor, labels: Tensor | None) -> list[Tensor]:
-            """Loss, gradient norm and gradients, each in a buffer of its own: recorded once, then replayed."""
+            """Loss, gradient norm, gradients, each in a buffer of its own: recorded once, then replayed."""
             total, grads = Tensor.zeros(()), [Tensor.zeros(p.shape) for p in params]
             for k in range(config.accumulate):
                 part = slice(k, None, config.accumulate)
@@ -114,7 +114,8 @@ def train(config: TrainConfig) -> None:
             if run.due(config.run.snapshot_every):
                 save_snapshots(run.folder / "snapshots", ema, header, config.run.snapshot_precision)
             if run.due(config.run.checkpoint_every) or run.signal:
-                run.save(**convert(dict(optimizer=get_state_dict(optimizer), ema=ema.state_dict()), to_torch))
+                state = dict(optimizer=get_state_dict(optimizer), ema=ema.state_dict())
+                run.save(**convert(state, to_torch))
 
 
 if __name__ == "__main__":

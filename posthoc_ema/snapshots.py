@@ -33,9 +33,9 @@ from torch import Tensor
 
 from posthoc_ema.ema import SIGMA_REL_MAX
 from posthoc_ema.pickles import read_official_pickle
-from shared.backend import convert, to_torch
 from shared.check import require
 from shared.files import write_whole
+from shared.tinygrad_backend import convert, to_torch
 
 NAME = re.compile(r"(?:[^.].*-)?(\d+)-(\d*\.\d+)\.(safetensors|pt|pkl)")  # a dot first: left by a kill
 PRECISIONS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}

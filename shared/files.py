@@ -7,8 +7,8 @@ from typing import Any, BinaryIO
 
 from torch import Tensor, nn
 
-from shared.backend import tinygrad_weights, to_tinygrad
 from shared.check import require
+from shared.tinygrad_backend import to_tinygrad
 
 
 def write_whole(path: Path, write: Callable[[BinaryIO], Any]) -> None:
@@ -25,7 +25,12 @@ def write_whole(path: Path, write: Callable[[BinaryIO], Any]) -> None:
 def load_strictly(net: Any, weights: dict[str, Tensor], names: dict[str, str] | None = None) -> None:
     """Load weights into a network of either framework, under `names[theirs] = ours` where they are called
     differently. One ValueError lists all entries that are missing, extra or of another shape."""
-    ours = net.state_dict() if isinstance(net, nn.Module) else tinygrad_weights(net)
+    if isinstance(net, nn.Module):
+        ours = net.state_dict()
+    else:
+        from tinygrad.nn.state import get_state_dict  # here, so that PyTorch's side works without tinygrad
+
+        ours = get_state_dict(net)
     names = names or {name: name for name in weights}
     faults = [f"{name} is missing" for name in ours.keys() - names.values()]
     for theirs, name in names.items():

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 from tinygrad import Tensor, nn
 
-from shared.backend import find_clang
 from shared.long_skip import LongSkipConfig, long_skip_coefficients
+from shared.tinygrad_backend import find_clang
 
 Layer = Callable[[int, int], Callable[[Tensor], Tensor]]  # (inputs, outputs) -> layer
 find_clang()  # every twin comes by here before it compiles anything

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from shared.backend import REMEDY, find_clang, to_tinygrad
+from shared.tinygrad_backend import REMEDY, find_clang, to_tinygrad
 
 if not find_clang():
     pytest.skip(REMEDY, allow_module_level=True)

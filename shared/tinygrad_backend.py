@@ -40,18 +40,12 @@ def to_torch(tensor: Any) -> torch.Tensor:
 def to_tinygrad(tensor: torch.Tensor) -> Any:
     from tinygrad import Tensor  # here, so that PyTorch's side works without tinygrad
 
-    array = tensor.numpy(force=True)  # of a number alone tinygrad makes a constant, one for all that are equal
+    array = tensor.numpy(force=True)  # of a lone number tinygrad makes a constant, one for all that are equal
     return Tensor(array.reshape(-1)).reshape(array.shape) if array.ndim == 0 else Tensor(array)
 
 
-def tinygrad_weights(net: Any) -> dict[str, Any]:
-    from tinygrad.nn.state import get_state_dict
-
-    return get_state_dict(net)
-
-
 def convert(state: Any, tensor: Callable[[Any], Any]) -> Any:
-    """Nested dicts and lists with `tensor` applied to every tensor, into the other framework's."""
+    """Nested dicts and lists with `tensor` applied to every tensor."""
     if isinstance(state, dict):
         return {key: convert(value, tensor) for key, value in state.items()}
     if isinstance(state, list):
