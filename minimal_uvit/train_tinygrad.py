@@ -7,17 +7,18 @@ and their losses agree; their folders and snapshots have one format, and `sample
     python minimal_uvit/train_tinygrad.py s2_cifar10 --objective vp
     DEV=CUDA python minimal_uvit/train_tinygrad.py s2_cifar10        # tinygrad finds its device by itself
 
-Reading order: `PRESETS`, `train`. Ctrl-C saves and stops; the same command goes on.
+Reading order: `PRESETS`, `compiled`, `train`. Ctrl-C saves and stops; the same command goes on.
 
 Deviations: one process, float32; TinyJit compiles in any case. The digits network is smaller than PyTorch's,
 because tinygrad's matrix products on a CPU take several times as long.
 """
 
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
 from tinygrad import Context, Tensor, TinyJit
-from tinygrad.nn.optim import AdamW
+from tinygrad.nn.optim import AdamW, Optimizer
 from tinygrad.nn.state import get_parameters, get_state_dict
 
 from minimal_uvit.model_tinygrad import UViT
@@ -27,7 +28,7 @@ from posthoc_ema.ema_tinygrad import PowerFunctionEMA
 from posthoc_ema.snapshots import save_snapshots
 from shared.check import require
 from shared.data import load_data
-from shared.diffusion import EDMPrecond, VPPrecond, edm_loss, vp_loss
+from shared.diffusion import Denoiser, EDMPrecond, VPPrecond, edm_loss, vp_loss
 from shared.run import Run, cli, validate
 from shared.tinygrad_backend import REMEDY, TorchFace, convert, find_clang, to_tinygrad, to_torch
 
@@ -40,6 +41,38 @@ PRESETS["digits"] = replace(
     DIGITS, net=replace(DIGITS.net, width=64, num_heads=2), batch_size=64, warmup=6_400,
     run=replace(DIGITS.run, duration=96_000),
 )
+
+
+def compiled(
+    config: TrainConfig, objective: Callable, D: Denoiser, params: list[Tensor], optimizer: Optimizer
+) -> tuple[Callable, Callable]:
+    """What PyTorch does as it goes along: the backward pass, and the optimizer's step. TinyJit records the
+    kernels of each once and then replays them, so what changes from step to step is an argument."""
+
+    @TinyJit
+    def backward(images: Tensor, sigma: Tensor, noise: Tensor, labels: Tensor | None) -> list[Tensor]:
+        """Loss, gradient norm and gradients, each in a buffer of its own."""
+        total, grads = Tensor.zeros(()), [Tensor.zeros(p.shape) for p in params]
+        for k in range(config.accumulate):
+            part = slice(k, None, config.accumulate)
+            y = None if labels is None else labels[part]
+            loss = objective(D, images[part], sigma[part], noise[part], y).sum() / config.batch_size
+            grads = [grad + g for grad, g in zip(grads, loss.gradient(*params), strict=True)]
+            total = total + loss
+        Tensor.realize(total, *grads)
+        power = Tensor.zeros(())
+        for grad in grads:  # one at a time: a kernel takes at most 63 arguments
+            power = (power + grad.square().sum()).contiguous()
+        return [total, power.sqrt(), *grads]
+
+    @TinyJit
+    def step(lr: Tensor, *grads: Tensor) -> None:
+        optimizer.lr.assign(lr)
+        for p, grad in zip(params, grads, strict=True):
+            p.grad = grad
+        optimizer.step()
+
+    return backward, step
 
 
 def train(config: TrainConfig) -> None:
@@ -71,27 +104,7 @@ def train(config: TrainConfig) -> None:
             "latent_mean": train_set.latent_mean, "latent_std": train_set.latent_std,
         }
 
-        @TinyJit
-        def backward(images: Tensor, sigma: Tensor, noise: Tensor, labels: Tensor | None) -> list[Tensor]:
-            """Loss, gradient norm, gradients, each in a buffer of its own: recorded once, then replayed."""
-            total, grads = Tensor.zeros(()), [Tensor.zeros(p.shape) for p in params]
-            for k in range(config.accumulate):
-                part = slice(k, None, config.accumulate)
-                y = None if labels is None else labels[part]
-                loss = objective(D, images[part], sigma[part], noise[part], y).sum() / config.batch_size
-                grads = [grad + g for grad, g in zip(grads, loss.gradient(*params), strict=True)]
-                total = total + loss
-            Tensor.realize(total, *grads)
-            norm = Tensor.stack(*[grad.square().sum() for grad in grads]).sum().sqrt()
-            return [total, norm, *grads]
-
-        @TinyJit
-        def step(lr: Tensor, *grads: Tensor) -> None:
-            optimizer.lr.assign(lr)
-            for p, grad in zip(params, grads, strict=True):
-                p.grad = grad
-            optimizer.step()
-
+        backward, step = compiled(config, objective, D, params, optimizer)
         for images, labels in run.batches(train_set, config.batch_size, config.seed, config.data.flip):
             sigma, noise, keep = draw(config, run, images.shape[1:])
             if not config.net.num_classes:
