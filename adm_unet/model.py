@@ -58,16 +58,16 @@ class ADMConfig:
     checkpointing: bool = False  # recompute blocks in the backward pass: less memory, more time
 
     def __post_init__(self) -> None:
-        ones = (self.img_size, self.in_channels, self.channels, self.depth, self.num_heads)
-        zeros = (self.num_heads_up, self.head_channels, self.low_res)
-        require(min(ones) > 0 and min(zeros) >= 0, "sizes must be at least 1, or 0 where it stands for none")
+        ones = dict.fromkeys(("img_size", "in_channels", "channels", "depth", "num_heads"), 1)
+        for name, least in (ones | dict(num_heads_up=0, head_channels=0, low_res=0)).items():
+            require(getattr(self, name) >= least, f"{name} is {getattr(self, name)}: the least is {least}")
         require(0 <= self.dropout < 1, f"dropout is {self.dropout}: it must be in [0, 1)")
         sizes = [self.img_size >> level for level in range(len(self.channel_mult))]
         fits = bool(sizes) and sizes[-1] << len(sizes) - 1 == self.img_size
         require(fits, f"img_size {self.img_size} cannot be halved for {len(sizes)} levels of channel_mult")
         lost = sorted(set(self.attn_resolutions) - set(sizes))
         require(not lost, f"attn_resolutions {lost} are never reached: the levels' images are {sizes}")
-        heads = {self.head_channels} if self.head_channels else {self.num_heads, self.num_heads_up or 1}
+        heads = {self.head_channels} - {0} or {self.num_heads, self.num_heads_up or self.num_heads}
         for size, C in zip(sizes, self.widths, strict=True):
             require(C > 0 and C % GROUPS == 0, f"a level's width is {C}: it must be a multiple of {GROUPS}")
             fits = size not in (*self.attn_resolutions, sizes[-1]) or not any(C % part for part in heads)

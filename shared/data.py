@@ -4,8 +4,8 @@
 files, packed or not; their test set validates. An .npz: `images` or `arr_0`, uint8 (N, H, W[, C]) or latents
 (N, C, H, W), and perhaps `labels` or `arr_1`. A folder or zip, as EDM2's (arXiv:2312.02696v2): images and
 .npy (C, H, W), sorted by name, and perhaps `dataset.json`, {"labels": [["00000/img00000000.png", 3], ...]}.
-Floats are latents, whatever their channels mean (EDM2's: mean and deviation of a posterior), brought to mean
-0 and deviation 0.5 over the training items, which are all read at first unless both statistics are given.
+Floats are latents, brought to mean 0 and deviation 0.5 over the training items, all read at first unless both
+statistics are given.
 """
 
 import gzip
@@ -59,10 +59,9 @@ def _naming(name: object) -> Iterator[None]:
 
 
 # The crop of ADM's released data pipeline (arXiv:2105.05233), EDM2's `center-crop-dhariwal`.
-def center_crop_and_resize(image: NDArray[np.uint8] | Image.Image, size: int) -> NDArray[np.uint8]:
-    """(H, W, C) or PIL -> (size, size, C): halve while twice too large, resize the short side, crop."""
-    if not isinstance(image, Image.Image):
-        image = Image.fromarray(image[..., 0] if image.shape[-1] == 1 else image)
+def center_crop_and_resize(image: NDArray[np.uint8], size: int) -> NDArray[np.uint8]:
+    """(H, W, C) -> (size, size, C): halve while twice too large, resize the short side, crop."""
+    image = Image.fromarray(image[..., 0] if image.shape[-1] == 1 else image)
     while min(image.size) >= 2 * size:
         image = image.resize([length // 2 for length in image.size], Image.Resampling.BOX)
     scale = size / min(image.size)
@@ -72,10 +71,8 @@ def center_crop_and_resize(image: NDArray[np.uint8] | Image.Image, size: int) ->
 
 
 class Source(NamedTuple):
-    """N items: `read(i)` is item i, (C, H, W), uint8 or, a latent, float; names[i] is what errors call it."""
-
-    read: Callable[[int], NDArray]
-    names: list[str]
+    read: Callable[[int], NDArray]  # read(i) is item i, (C, H, W), uint8 or, a latent, float
+    names: list[str]  # what errors call the items
     labels: list | None
     num_train: int = 0  # the first so many are for training; 0: unsaid
 
@@ -230,11 +227,8 @@ def batches(
     dataset: Dataset, batch_size: int, seed: int, start: int,
     part: slice = slice(None), workers: int = 2, flip: bool = False,
 ) -> Iterator[tuple[NDArray, NDArray | None]]:
-    """Endless (images, labels) from image `start` on, a pure function of all arguments but `workers`.
-
-    Every epoch has its permutation; a batch may straddle two. Only `part` of each is read, a rank's share.
-    `workers` threads read as many batches ahead; without any, the caller does.
-    """
+    """Endless (images, labels) from image `start` on, a pure function of all arguments but `workers`: threads
+    that read as many batches ahead. Every epoch has its permutation; `part` of each batch is a rank's."""
 
     @lru_cache(maxsize=4)
     def epoch(number: int) -> tuple[NDArray, NDArray]:

@@ -37,8 +37,8 @@ def save_grid(path: Path, images: np.ndarray, columns: int) -> None:
 
 def save_images(path: Path, images: np.ndarray, labels: list | None, seed: int, header: dict) -> None:
     """Write images (B, C, H, W) as `path` asks: .png, one grid; .npz, `arr_0` uint8 (B, H, W, C) and labels
-    `arr_1`; else a folder of PNGs named by seed. Latents, whose statistics are in a snapshot's `header`, go
-    back to their own scale, and only into an .npz: `arr_0` float32 (B, C, H, W)."""
+    `arr_1`; else a folder of PNGs named by seed. Latents, of a header with statistics, go back to their own
+    scale, and only into an .npz: `arr_0` float32 (B, C, H, W)."""
     if header["latent_mean"]:
         require(path.suffix == ".npz", f"{path}: latents are no pictures, they need an .npz")
         mean, std = (np.reshape(header[key], (-1, 1, 1)) for key in ("latent_mean", "latent_std"))
