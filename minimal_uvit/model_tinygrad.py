@@ -34,9 +34,16 @@ def timestep_embedding(timesteps: Tensor, width: int) -> Tensor:
     return Tensor.cat(angles.cos(), angles.sin(), dim=1).pad((0, width % 2))
 
 
-def linear(inputs: int, outputs: int, bias: bool = True) -> nn.Linear:
+class Linear(nn.Linear):
+    """Stores its input and gradient: fused into a product, they would be computed anew for each output."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return super().__call__(x.contiguous()).contiguous_backward()
+
+
+def linear(inputs: int, outputs: int, bias: bool = True) -> Linear:
     """A linear layer starts at N(0, 0.02^2) with zero bias; the others keep PyTorch's own initialization."""
-    layer = nn.Linear(inputs, outputs, bias)
+    layer = Linear(inputs, outputs, bias)
     layer.weight = Tensor.normal(outputs, inputs, std=0.02)
     if bias:
         layer.bias = Tensor.zeros(outputs)
