@@ -31,8 +31,8 @@ def test_there_are_twins():
     }  # fmt: skip
 
 
-# What has no counterpart: in tinygrad training is a state of the process, a step is compiled by hand, and what
-# is not to be fused is said.
+# What has no counterpart: in tinygrad training is a state of the process, a step is compiled by hand, what is
+# not to be fused is said.
 ALONE = {
     "MPConv.train(self, mode)", "compiled(config, objective, D, params, optimizer)",
     "Linear", "Linear.forward(self, x)",
