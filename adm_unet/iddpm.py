@@ -322,6 +322,12 @@ class LossSecondMoment:
         self.losses = np.full((num_steps, history), np.nan)
         self.uniform = uniform  # share of the probability that is spread evenly
 
+    def state_dict(self) -> dict:
+        return {"losses": self.losses.tolist()}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.losses = np.array(state["losses"])
+
     def probabilities(self) -> NDArray[np.float64]:
         p = (self.losses**2).mean(1) ** 0.5
         p = np.ones_like(p) if np.isnan(p).any() else p

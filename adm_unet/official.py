@@ -143,6 +143,8 @@ def read_official(path: Path, config: ADMConfig) -> Encoder:
         load_into(net, state_dict)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist") from None
     except Exception as error:
         raise ValueError(f"{path} is not a PyTorch state dict") from error
     return net

@@ -37,7 +37,7 @@ from posthoc_ema.snapshots import config_from_dict
 from shared.check import require
 from shared.data import DataConfig, load_data
 from shared.diffusion import SIGMA_MAX, SIGMA_MIN
-from shared.figures import save_images
+from shared.figures import require_fits, save_images
 from shared.files import load_strictly
 from shared.run import cli, find_device
 from shared.samplers import SAMPLERS, guided, seed_noise, sigma_steps, unlabelled
@@ -60,7 +60,7 @@ class SampleConfig:
     eta: float = 0.0  # noise that ddim adds, 0 none, 1 as much as ancestral
     clip: bool = True  # keep what ancestral and ddim predict in [-1, 1]
     guidance: float = 1.0  # guidance weight w; 1: none
-    guide: Path | None = None  # a second run or snapshot to guide with; None: the network without its label
+    guide: Path | None = None  # a second run or snapshot to guide with; None: no label, or --guide-sigma-rel
     classifier: Path | None = None  # run, snapshot or released .pt of a classifier to guide with
     classifier_scale: float = 1.0  # strength s of its guidance
     at_mean: bool = False  # take its gradient at the predicted mean, as the paper derives; ancestral only
@@ -76,10 +76,14 @@ class SampleConfig:
     def __post_init__(self) -> None:
         require(self.num > 0, f"num is {self.num}: it must be at least 1")
         require(self.seed >= 0, f"seed is {self.seed}: it must not be negative")
+        require(self.steps > 0, f"steps is {self.steps}: it must be at least 1")
+        guide = self.guide is not None or self.guide_sigma_rel is not None
+        require(not guide or self.guidance != 1, "a guide needs a guidance other than 1, which is none")
+        require(abs(self.guidance) < 1e6, f"guidance is {self.guidance}: it must be finite")
         require(self.batch_size > 0, f"batch_size is {self.batch_size}: it must be at least 1")
         for preset in (self.preset, self.classifier_preset):
             require(preset in PRESETS, f"preset {preset!r} is unknown: one of {', '.join(PRESETS)}")
-        require(self.churn >= 0, f"churn is {self.churn}: it must not be negative")
+        require(0 <= self.churn < 1e6, f"churn is {self.churn}: it must be finite and not negative")
         require(self.churn == 0 or self.sampler in ("heun", "euler"), f"{self.sampler} takes no churn")
         require(0 <= self.eta <= 1, f"eta is {self.eta}: it must be in [0, 1]")
         require(self.eta == 0 or self.sampler == "ddim", f"{self.sampler} takes no eta")
@@ -121,7 +125,7 @@ def load(path: Path, sigma_rel: float | None = None, device: str = "cpu") -> tup
     weights, header = read_average(path, sigma_rel)
     try:
         return build(weights, header, device), header
-    except ValueError as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:  # a damaged header may lack anything
         raise ValueError(f"{path}: {error}") from error
 
 
@@ -182,6 +186,13 @@ def draw(
         return sampled.cpu().numpy()
 
 
+def load_guide(config: SampleConfig, device: torch.device) -> Model | None:
+    """The network to guide with: another one's, or another average of the same run. None: none was given."""
+    if config.guide is None and config.guide_sigma_rel is None:
+        return None
+    return load(config.guide or config.source, config.guide_sigma_rel, device)[0]
+
+
 def choose_labels(config: SampleConfig, classes: int, known: np.ndarray | None) -> list[int] | None:
     """The label of every image: those asked for, those of the small images, or all classes, in turn.
 
@@ -216,7 +227,8 @@ def sample(config: SampleConfig) -> None:
         model, header = load(config.source, config.sigma_rel, device)
     net = model.net.config
     require(not net.pool, "this is a classifier: it guides, with --classifier, and draws nothing itself")
-    guide = load(config.guide, config.guide_sigma_rel, device)[0] if config.guide else None
+    require_fits(config.out, header)
+    guide = load_guide(config, device)
     can_guide = guide is not None or net.null_class
     require(config.guidance == 1 or can_guide, "guidance needs a guide, or a network with a null class")
     classifier, classes = None, net.num_classes - net.null_class

@@ -29,8 +29,8 @@ from adm_unet.iddpm import LossSecondMoment, Objective
 from adm_unet.model import PRESETS as NETWORKS
 from adm_unet.model import ADMConfig, build
 from adm_unet.tasks import Schedule, gathered, make_process, picture, training_loss, validation
-from posthoc_ema.ema import PowerFunctionEMA, sigma_rel_to_gamma
-from posthoc_ema.snapshots import save_snapshots
+from posthoc_ema.ema import PowerFunctionEMA
+from posthoc_ema.snapshots import require_lengths, save_snapshots
 from shared.check import require
 from shared.data import DataConfig, Dataset, load_data
 from shared.diffusion import log_normal_sigma
@@ -63,15 +63,18 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         require(0 < self.lr < float("inf"), f"lr is {self.lr}: it must be positive and finite")
-        sigma_rel_to_gamma(self.sigma_rels)  # refuses lengths that no average has
+        require_lengths(self.sigma_rels)
         require(all(0 <= beta < 1 for beta in self.betas), f"betas are {self.betas}: they must be in [0, 1)")
-        require(self.weight_decay >= 0, f"weight_decay is {self.weight_decay}: it must not be negative")
+        require(0 <= self.weight_decay < 1, f"weight_decay is {self.weight_decay}: it must be in [0, 1)")
         require(self.warmup >= 0, f"warmup is {self.warmup}: it must not be negative")
-        require(self.P_std > 0, f"P_std is {self.P_std}: it must be positive")
-        require(self.seed >= 0, f"seed is {self.seed}: it must not be negative")
+        require(abs(self.P_mean) < 20, f"P_mean is {self.P_mean}: it must be in -20..20")
+        require(0 < self.P_std < 20, f"P_std is {self.P_std}: it must be in 0..20")
+        require(0 <= self.seed < 1 << 63, f"seed is {self.seed}: it must be in 0..2^63 - 1")
         require(0 <= self.label_dropout < 1, f"label_dropout is {self.label_dropout}: it must be in [0, 1)")
         require(self.label_dropout == 0 or self.net.null_class, "label_dropout needs a net with null_class")
-        require(self.batch_size > 0 and self.accumulate > 0, "batch_size and accumulate must be positive")
+        require(self.batch_size > 0, f"batch_size is {self.batch_size}: it must be at least 1")
+        fits = 0 < self.accumulate <= self.batch_size
+        require(fits, f"accumulate is {self.accumulate}: it must be in 1..{self.batch_size}, the batch_size")
         require(self.num_steps > 0, f"num_steps is {self.num_steps}: it must be positive")
 
     @property
@@ -97,7 +100,7 @@ def digits(net: str, out: str, duration: int, **others) -> TrainConfig:
 
 DECAY = dict(lr=3e-4, weight_decay=0.05, anneal=True)  # of the released classifiers
 PRESETS: dict[str, TrainConfig] = {
-    "digits":          digits("digits", "runs/adm_unet", 240_000, lr=2e-3, label_dropout=0.1),
+    "digits":          digits("digits", "runs/adm_unet", 144_000, lr=2e-3, label_dropout=0.1),
     "superres":        digits("superres", "runs/adm_superres", 96_000, lr=2e-3, label_dropout=0.1),
     "classifier":      digits("classifier", "runs/adm_classifier", 96_000, **DECAY | dict(lr=1e-3)),
     "imagenet64":      released("imagenet64", "imagenet64.zip", 540_000, 2048, "cosine", lr=3e-4),
@@ -145,7 +148,7 @@ def draw(
     keep = torch.rand(B, **options) >= config.label_dropout
     if labels is not None and config.label_dropout:
         labels = labels.where(keep[run.part], config.net.num_classes - 1)
-    return level[run.part], weight[run.part], noise[run.part], labels if config.net.num_classes else None
+    return level[run.part], weight[run.part], noise[run.part], labels
 
 
 def describe(config: TrainConfig, dataset: Dataset) -> dict:
@@ -159,6 +162,8 @@ def train(config: TrainConfig) -> None:
     """Train, or go on training, what `config` says. ValueError for what cannot work; DivergedError."""
     train_set, validation_set = load_data(config.data)
     check(config, train_set)
+    if not config.net.num_classes:  # it is shown no labels
+        train_set.labels = validation_set.labels = None
     learned = config.kind not in ("edm", "simple", "classifier")  # the losses that teach a variance
     process = make_process(config.schedule, config.num_steps, "learned" if learned else "large")
     config = replace(config, net=replace(config.net, learn_sigma=learned))
@@ -173,11 +178,8 @@ def train(config: TrainConfig) -> None:
         )
         ema = PowerFunctionEMA(net, config.sigma_rels)
         sampler = LossSecondMoment(config.num_steps)
-        if state := run.resume():
-            net.load_state_dict(state["net"])
-            optimizer.load_state_dict(state["optimizer"])
-            ema.load_state_dict(state["ema"])
-            sampler.losses = state["sampler"].numpy()
+        parts = dict(net=net, optimizer=optimizer, ema=ema, sampler=sampler)
+        run.resume(**parts)
 
         compiled = run.compile(net)
         header = describe(config, train_set)
@@ -189,7 +191,7 @@ def train(config: TrainConfig) -> None:
                 group["lr"] = learning_rate(config, run.nimg)
             level, weight, noise, labels = draw(config, run, sampler, images, labels)
             losses = torch.zeros(len(images), device=run.device)
-            for k in range(config.accumulate):
+            for k in range(min(config.accumulate, len(images))):
                 part = slice(k, None, config.accumulate)
                 y = None if labels is None else labels[part]
                 with autocast:
@@ -212,8 +214,7 @@ def train(config: TrainConfig) -> None:
             if run.due(config.run.snapshot_every) and run.rank == 0:
                 save_snapshots(run.folder / "snapshots", ema, header, config.run.snapshot_precision)
             if run.due(config.run.checkpoint_every) or run.signal:
-                own = dict(net=net.state_dict(), optimizer=optimizer.state_dict(), ema=ema.state_dict())
-                run.save(**own, sampler=torch.from_numpy(sampler.losses))
+                run.save(**parts)
 
 
 if __name__ == "__main__":

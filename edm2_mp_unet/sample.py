@@ -32,7 +32,7 @@ from posthoc_ema.reconstruct import read_average
 from posthoc_ema.snapshots import config_from_dict
 from shared.check import require
 from shared.diffusion import SIGMA_MAX, SIGMA_MIN
-from shared.figures import save_images
+from shared.figures import require_fits, save_images
 from shared.files import load_strictly
 from shared.run import cli, find_device
 from shared.samplers import SAMPLERS, guided, seed_noise, sigma_steps, unlabelled
@@ -65,8 +65,12 @@ class SampleConfig:
     def __post_init__(self) -> None:
         require(self.num > 0, f"num is {self.num}: it must be at least 1")
         require(self.seed >= 0, f"seed is {self.seed}: it must not be negative")
+        require(self.steps > 0, f"steps is {self.steps}: it must be at least 1")
+        guide = self.guide is not None or self.guide_sigma_rel is not None
+        require(not guide or self.guidance != 1, "a guide needs a guidance other than 1, which is none")
+        require(abs(self.guidance) < 1e6, f"guidance is {self.guidance}: it must be finite")
         require(self.batch_size > 0, f"batch_size is {self.batch_size}: it must be at least 1")
-        require(self.churn >= 0, f"churn is {self.churn}: it must not be negative")
+        require(0 <= self.churn < 1e6, f"churn is {self.churn}: it must be finite and not negative")
         require(self.churn == 0 or self.sampler != "dpmpp", "dpmpp is deterministic: it takes no churn")
 
 
@@ -93,7 +97,7 @@ def load(path: Path, sigma_rel: float | None = None, device: str = "cpu") -> tup
             return net, {"label_dropout": 0, "latent_mean": mean, "latent_std": std}
         weights, header = read_average(path, sigma_rel)
         return build(weights, header, device), header
-    except ValueError as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:  # a damaged header may lack anything
         raise ValueError(f"{path}: {error}" if str(path) not in str(error) else str(error)) from error
 
 
@@ -126,6 +130,13 @@ def draw(
         return SAMPLERS[config.sampler](D_w, noise(0), y, sigmas, **churn).cpu().numpy()
 
 
+def load_guide(config: SampleConfig, device: torch.device) -> Denoiser | None:
+    """The network to guide with: another one's, or another average of the same run. None: none was given."""
+    if config.guide is None and config.guide_sigma_rel is None:
+        return None
+    return load(config.guide or config.source, config.guide_sigma_rel, device)[0]
+
+
 def choose_labels(config: SampleConfig, classes: int) -> list[int] | None:
     """The label of every image: those asked for, or all classes, in turn. ValueError for one out of range."""
     require(not config.labels or classes > 0, "labels were given, but the network is unconditional")
@@ -151,7 +162,8 @@ def check_guide(
 def sample(config: SampleConfig) -> None:
     device = find_device(config.device)
     D, header = load(config.official or config.source, config.sigma_rel, device)
-    guide = load(config.guide, config.guide_sigma_rel, device)[0] if config.guide else None
+    require_fits(config.out, header)
+    guide = load_guide(config, device)
     check_guide(config, D.config, guide.config if guide else None, header["label_dropout"])
     labels = choose_labels(config, D.config.num_classes)
     calls = 2 * config.steps - 1 if config.sampler == "heun" else config.steps

@@ -28,14 +28,14 @@ from torch import Tensor, nn
 
 from edm2_mp_unet.model import PRESETS as NETWORKS
 from edm2_mp_unet.model import Denoiser, EDM2Config
-from posthoc_ema.ema import PowerFunctionEMA, sigma_rel_to_gamma
-from posthoc_ema.snapshots import save_snapshots
+from posthoc_ema.ema import PowerFunctionEMA
+from posthoc_ema.snapshots import require_lengths, save_snapshots
 from shared.check import require
 from shared.data import DataConfig, Dataset, load_data
 from shared.diffusion import SIGMA_DATA, edm_loss, log_normal_sigma, per_image
 from shared.figures import plot_losses, save_grid
 from shared.run import Run, RunConfig, cli, validate
-from shared.samplers import heun, seed_noise, sigma_steps, unlabelled
+from shared.samplers import heun, seed_noise, sigma_steps
 
 
 @dataclass(frozen=True)
@@ -60,14 +60,16 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         require(0 < self.lr < float("inf"), f"lr is {self.lr}: it must be positive and finite")
-        sigma_rel_to_gamma(self.sigma_rels)  # refuses lengths that no average has
+        require_lengths(self.sigma_rels)
         require(all(0 <= beta < 1 for beta in self.betas), f"betas are {self.betas}: they must be in [0, 1)")
         require(min(self.decay, self.warmup) >= 0, "decay and warmup must not be negative")
         require(min(self.P_std, self.loss_scale) > 0, "P_std and loss_scale must be positive")
-        require(self.seed >= 0, f"seed is {self.seed}: it must not be negative")
+        require(0 <= self.seed < 1 << 63, f"seed is {self.seed}: it must be in 0..2^63 - 1")
         require(0 <= self.label_dropout < 1, f"label_dropout is {self.label_dropout}: it must be in [0, 1)")
         require(not self.label_dropout or self.net.num_classes, "label_dropout needs a net with classes")
-        require(self.batch_size > 0 and self.accumulate > 0, "batch_size and accumulate must be positive")
+        require(self.batch_size > 0, f"batch_size is {self.batch_size}: it must be at least 1")
+        fits = 0 < self.accumulate <= self.batch_size
+        require(fits, f"accumulate is {self.accumulate}: it must be in 1..{self.batch_size}, the batch_size")
 
 
 def released(net: str, duration_Mi: int, lr: float, source: str, **levels: float) -> TrainConfig:
@@ -136,6 +138,8 @@ def train(config: TrainConfig) -> None:
     """Train, or go on training, what `config` says. ValueError for what cannot work; DivergedError."""
     train_set, validation_set = load_data(config.data)
     check(config, train_set)
+    if not config.net.num_classes:  # it is shown no labels
+        train_set.labels = validation_set.labels = None
     recipe = asdict(config)
     del recipe["run"]
     with Run(config.run, recipe) as run:
@@ -144,10 +148,8 @@ def train(config: TrainConfig) -> None:
         averaged = copy.deepcopy(net).eval().requires_grad_(False)
         optimizer = torch.optim.Adam(net.parameters(), config.lr, config.betas, fused=True)
         ema = PowerFunctionEMA(net, config.sigma_rels)
-        if state := run.resume():
-            net.load_state_dict(state["net"])
-            optimizer.load_state_dict(state["optimizer"])
-            ema.load_state_dict(state["ema"])
+        parts = dict(net=net, optimizer=optimizer, ema=ema)
+        run.resume(**parts)
 
         D, objective = run.compile(net), edm_loss if config.objective == "edm" else uncertainty_loss
         header = {
@@ -162,13 +164,11 @@ def train(config: TrainConfig) -> None:
                 group["lr"] = learning_rate(config, run.nimg)
 
             sigma, noise, keep = draw(config, run, images.shape[1:])
-            if not config.net.num_classes:
-                labels = None
-            elif config.label_dropout:
+            if labels is not None and config.label_dropout:
                 labels = F.one_hot(labels, config.net.num_classes) * keep[:, None]  # left out: zeros
 
             total = torch.zeros((), device=run.device)
-            for k in range(config.accumulate):
+            for k in range(min(config.accumulate, len(images))):
                 part = slice(k, None, config.accumulate)
                 y = None if labels is None else labels[part]
                 with autocast:
@@ -183,15 +183,14 @@ def train(config: TrainConfig) -> None:
 
             if run.due(config.run.sample_every):
                 averaged.load_state_dict(ema.weights(config.sigma_rels[0]))
-                judged = averaged if config.net.num_classes else unlabelled(averaged)
-                run.log(validation=validate(judged, validation_set, run.device))
+                run.log(validation=validate(averaged, validation_set, run.device))
                 picture(run, averaged)
             elif run.due(config.run.log_every):
                 run.log()
             if run.due(config.run.snapshot_every) and run.rank == 0:
                 save_snapshots(run.folder / "snapshots", ema, header, config.run.snapshot_precision)
             if run.due(config.run.checkpoint_every) or run.signal:
-                run.save(net=net.state_dict(), optimizer=optimizer.state_dict(), ema=ema.state_dict())
+                run.save(**parts)
 
 
 @torch.no_grad()

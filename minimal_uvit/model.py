@@ -52,10 +52,14 @@ class UViTConfig:
     def __post_init__(self) -> None:
         least = min(self.img_size, self.patch_size, self.in_channels, self.width, self.num_heads)
         require(least > 0, "img_size, patch_size, in_channels, width and num_heads must be at least 1")
-        require(self.img_size % self.patch_size == 0, f"patch_size does not divide img_size {self.img_size}")
-        require(self.width % self.num_heads == 0, f"num_heads does not divide width {self.width}")
+        p, h = self.patch_size, self.num_heads
+        require(self.img_size % p == 0, f"patch_size {p} does not divide img_size {self.img_size}")
+        require(self.width % h == 0, f"num_heads {h} does not divide width {self.width}")
         require(self.depth >= 2 and self.depth % 2 == 0, f"depth is {self.depth}: it must be even, 2 or more")
         require(not self.null_class or self.num_classes > 1, "null_class needs a num_classes of at least 2")
+        require(self.num_classes >= 0, f"num_classes is {self.num_classes}: it must not be negative")
+        fits = 1 <= self.width * self.mlp_ratio < 1 << 20
+        require(fits, f"mlp_ratio {self.mlp_ratio} of width {self.width} is no width of a hidden layer")
         text = (self.context_dim > 0) + (self.context_tokens > 0)
         require(text != 1, "context_dim and context_tokens go together: both positive, or both 0")
 

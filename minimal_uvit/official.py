@@ -90,6 +90,8 @@ def read_official(path: Path, config: UViTConfig) -> UViT:
         load_strictly(net, state_dict, {name: official_name(name, config) for name in state_dict})
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist") from None
     except Exception as error:
         raise ValueError(f"{path} is not a PyTorch state dict") from error
     return net

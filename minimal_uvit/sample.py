@@ -30,7 +30,7 @@ from posthoc_ema.reconstruct import read_average
 from posthoc_ema.snapshots import config_from_dict
 from shared.check import require
 from shared.diffusion import SIGMA_MAX, SIGMA_MIN, EDMPrecond, VPPrecond, vp_sigma
-from shared.figures import save_images
+from shared.figures import require_fits, save_images
 from shared.files import load_strictly
 from shared.run import cli, find_device
 from shared.samplers import SAMPLERS, guided, seed_noise, sigma_steps, unlabelled
@@ -53,7 +53,7 @@ class SampleConfig:
     rho: float = 7.0  # exponent of the schedule of noise levels
     churn: float = 0.0  # EDM's S_churn, fresh noise added along the way; heun and euler only
     guidance: float = 1.0  # guidance weight w; 1: none
-    guide: Path | None = None  # a second run or snapshot to guide with; None: the network without its label
+    guide: Path | None = None  # a second run or snapshot to guide with; None: no label, or --guide-sigma-rel
     sigma_rel: float | None = None  # relative length of the average, tracked or not; None: the shortest saved
     guide_sigma_rel: float | None = None  # the same for the guide
     official: Path | None = None  # a released .pth file, instead of a run
@@ -65,9 +65,13 @@ class SampleConfig:
     def __post_init__(self) -> None:
         require(self.num > 0, f"num is {self.num}: it must be at least 1")
         require(self.seed >= 0, f"seed is {self.seed}: it must not be negative")
+        require(self.steps > 0, f"steps is {self.steps}: it must be at least 1")
+        guide = self.guide is not None or self.guide_sigma_rel is not None
+        require(not guide or self.guidance != 1, "a guide needs a guidance other than 1, which is none")
+        require(abs(self.guidance) < 1e6, f"guidance is {self.guidance}: it must be finite")
         require(self.batch_size > 0, f"batch_size is {self.batch_size}: it must be at least 1")
         require(self.preset in PRESETS, f"preset {self.preset!r} is unknown: one of {', '.join(PRESETS)}")
-        require(self.churn >= 0, f"churn is {self.churn}: it must not be negative")
+        require(0 <= self.churn < 1e6, f"churn is {self.churn}: it must be finite and not negative")
         require(self.churn == 0 or self.sampler != "dpmpp", "dpmpp is deterministic: it takes no churn")
 
 
@@ -105,7 +109,7 @@ def load(
     weights, header = read_average(path, sigma_rel)
     try:
         return build(weights, header, device, backend), header
-    except ValueError as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:  # a damaged header may lack anything
         raise ValueError(f"{path}: {error}") from error
 
 
@@ -129,14 +133,22 @@ def draw(
             progress.update(len(x))
         return D(x, sigma, y)
 
-    sigma_min = config.sigma_min or (vp_sigma(np.float64(1e-3)) if vp else SIGMA_MIN)
-    sigma_max = config.sigma_max or (vp_sigma(np.float64(1)) if vp else SIGMA_MAX)
+    limits = vp_sigma(np.array([1e-3, 1.0])).tolist() if vp else (SIGMA_MIN, SIGMA_MAX)
+    asked = config.sigma_min, config.sigma_max
+    sigma_min, sigma_max = (b if a is None else a for a, b in zip(asked, limits, strict=True))
     sigmas = sigma_steps(config.steps, sigma_min, sigma_max, config.rho)
     churn = dict(S_churn=config.churn, churn_noise=lambda k: noise(k + 1)) if config.churn else {}
     y = None if labels is None else torch.tensor(labels, device=device)
     D_w = guided(counted, guide or unlabelled(D), config.guidance)
     with torch.no_grad():
         return SAMPLERS[config.sampler](D_w, noise(0), y, sigmas, **churn).cpu().numpy()
+
+
+def load_guide(config: SampleConfig, device: torch.device) -> Precond | None:
+    """The network to guide with: another one's, or another average of the same run. None: none was given."""
+    if config.guide is None and config.guide_sigma_rel is None:
+        return None
+    return load(config.guide or config.source, config.guide_sigma_rel, device, config.backend)[0]
 
 
 def choose_labels(config: SampleConfig, classes: int) -> list[int] | None:
@@ -156,7 +168,8 @@ def sample(config: SampleConfig) -> None:
     else:
         D, header = load(config.source, config.sigma_rel, device, config.backend)
     net = D.net.config
-    guide = load(config.guide, config.guide_sigma_rel, device, config.backend)[0] if config.guide else None
+    require_fits(config.out, header)
+    guide = load_guide(config, device)
     labels = choose_labels(config, net.num_classes - net.null_class)
     require(not net.context_tokens, "no option gives text tokens: call the network with a context instead")
     can_guide = guide is not None or net.null_class

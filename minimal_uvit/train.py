@@ -25,8 +25,8 @@ from torch import Tensor
 
 from minimal_uvit.model import PRESETS as NETWORKS
 from minimal_uvit.model import UViT, UViTConfig
-from posthoc_ema.ema import PowerFunctionEMA, sigma_rel_to_gamma
-from posthoc_ema.snapshots import save_snapshots
+from posthoc_ema.ema import PowerFunctionEMA
+from posthoc_ema.snapshots import require_lengths, save_snapshots
 from shared.check import require
 from shared.data import DataConfig, Dataset, load_data
 from shared.diffusion import EDMPrecond, VPPrecond, edm_loss, log_normal_sigma, vp_loss, vp_uniform_sigma
@@ -56,15 +56,18 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         require(0 < self.lr < float("inf"), f"lr is {self.lr}: it must be positive and finite")
-        sigma_rel_to_gamma(self.sigma_rels)  # refuses lengths that no average has
+        require_lengths(self.sigma_rels)
         require(all(0 <= beta < 1 for beta in self.betas), f"betas are {self.betas}: they must be in [0, 1)")
-        require(self.weight_decay >= 0, f"weight_decay is {self.weight_decay}: it must not be negative")
+        require(0 <= self.weight_decay < 1, f"weight_decay is {self.weight_decay}: it must be in [0, 1)")
         require(self.warmup >= 0, f"warmup is {self.warmup}: it must not be negative")
-        require(self.P_std > 0, f"P_std is {self.P_std}: it must be positive")
-        require(self.seed >= 0, f"seed is {self.seed}: it must not be negative")
+        require(abs(self.P_mean) < 20, f"P_mean is {self.P_mean}: it must be in -20..20")
+        require(0 < self.P_std < 20, f"P_std is {self.P_std}: it must be in 0..20")
+        require(0 <= self.seed < 1 << 63, f"seed is {self.seed}: it must be in 0..2^63 - 1")
         require(0 <= self.label_dropout < 1, f"label_dropout is {self.label_dropout}: it must be in [0, 1)")
         require(self.label_dropout == 0 or self.net.null_class, "label_dropout needs a net with null_class")
-        require(self.batch_size > 0 and self.accumulate > 0, "batch_size and accumulate must be positive")
+        require(self.batch_size > 0, f"batch_size is {self.batch_size}: it must be at least 1")
+        fits = 0 < self.accumulate <= self.batch_size
+        require(fits, f"accumulate is {self.accumulate}: it must be in 1..{self.batch_size}, the batch_size")
 
 
 def released(
@@ -134,6 +137,8 @@ def train(config: TrainConfig) -> None:
     """Train, or go on training, what `config` says. ValueError for what cannot work; DivergedError."""
     train_set, validation_set = load_data(config.data)
     check(config, train_set)
+    if not config.net.num_classes:  # it is shown no labels
+        train_set.labels = validation_set.labels = None
     recipe = asdict(config)
     del recipe["run"]
     with Run(config.run, recipe) as run:
@@ -144,10 +149,8 @@ def train(config: TrainConfig) -> None:
             net.parameters(), config.lr, config.betas, weight_decay=config.weight_decay, fused=True
         )
         ema = PowerFunctionEMA(net, config.sigma_rels)
-        if state := run.resume():
-            net.load_state_dict(state["net"])
-            optimizer.load_state_dict(state["optimizer"])
-            ema.load_state_dict(state["ema"])
+        parts = dict(net=net, optimizer=optimizer, ema=ema)
+        run.resume(**parts)
 
         precond, objective = (EDMPrecond, edm_loss) if config.objective == "edm" else (VPPrecond, vp_loss)
         D = precond(run.compile(net))
@@ -161,13 +164,11 @@ def train(config: TrainConfig) -> None:
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(config, run.nimg)
             sigma, noise, keep = draw(config, run, images.shape[1:])
-            if not config.net.num_classes:
-                labels = None
-            elif config.label_dropout:
+            if labels is not None and config.label_dropout:
                 labels = labels.where(keep, config.net.num_classes - 1)
 
             total = torch.zeros((), device=run.device)
-            for k in range(config.accumulate):
+            for k in range(min(config.accumulate, len(images))):
                 part = slice(k, None, config.accumulate)
                 y = None if labels is None else labels[part]
                 with autocast:
@@ -188,7 +189,7 @@ def train(config: TrainConfig) -> None:
             if run.due(config.run.snapshot_every) and run.rank == 0:
                 save_snapshots(run.folder / "snapshots", ema, header, config.run.snapshot_precision)
             if run.due(config.run.checkpoint_every) or run.signal:
-                run.save(net=net.state_dict(), optimizer=optimizer.state_dict(), ema=ema.state_dict())
+                run.save(**parts)
 
 
 @torch.no_grad()

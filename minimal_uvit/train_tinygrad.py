@@ -30,7 +30,7 @@ from shared.check import require
 from shared.data import load_data
 from shared.diffusion import Denoiser, EDMPrecond, VPPrecond, edm_loss, vp_loss
 from shared.run import Run, cli, validate
-from shared.tinygrad_backend import REMEDY, TorchFace, convert, find_clang, to_tinygrad, to_torch
+from shared.tinygrad_backend import REMEDY, TorchFace, TorchState, convert, find_clang, to_tinygrad
 
 PRESETS: dict[str, TrainConfig] = {
     name: replace(config, run=replace(config.run, out=Path(f"{config.run.out}_tinygrad"), device="cpu"))
@@ -82,6 +82,8 @@ def train(config: TrainConfig) -> None:
     require(config.run.device in ("auto", "cpu"), "device is PyTorch's: set DEV to choose tinygrad's")
     train_set, validation_set = load_data(config.data)
     check(config, train_set)
+    if not config.net.num_classes:  # it is shown no labels
+        train_set.labels = validation_set.labels = None
     recipe = asdict(config) | {"framework": "tinygrad"}
     del recipe["run"]
     with Run(replace(config.run, device="cpu"), recipe) as run, Context(TRAINING=1):
@@ -91,10 +93,8 @@ def train(config: TrainConfig) -> None:
         params = get_parameters(net)
         optimizer = AdamW(params, config.lr, *config.betas, weight_decay=config.weight_decay)
         ema = PowerFunctionEMA(net, config.sigma_rels)
-        if state := convert(run.resume(), to_tinygrad):
-            for name, value in get_state_dict(optimizer).items():  # its parameters are the network's
-                value.assign(state["optimizer"][name]).realize()
-            ema.load_state_dict(state["ema"])
+        parts = dict(optimizer=TorchState(optimizer), ema=TorchState(ema))  # the weights are the optimizer's
+        run.resume(**parts)
 
         precond, objective = (EDMPrecond, edm_loss) if config.objective == "edm" else (VPPrecond, vp_loss)
         D = precond(net)
@@ -107,9 +107,7 @@ def train(config: TrainConfig) -> None:
         backward, step = compiled(config, objective, D, params, optimizer)
         for images, labels in run.batches(train_set, config.batch_size, config.seed, config.data.flip):
             sigma, noise, keep = draw(config, run, images.shape[1:])
-            if not config.net.num_classes:
-                labels = None
-            elif config.label_dropout:
+            if labels is not None and config.label_dropout:
                 labels = labels.where(keep, config.net.num_classes - 1)
 
             total, norm, *grads = backward(*convert([images, sigma, noise, labels], to_tinygrad))
@@ -127,8 +125,7 @@ def train(config: TrainConfig) -> None:
             if run.due(config.run.snapshot_every):
                 save_snapshots(run.folder / "snapshots", ema, header, config.run.snapshot_precision)
             if run.due(config.run.checkpoint_every) or run.signal:
-                state = dict(optimizer=get_state_dict(optimizer), ema=ema.state_dict())
-                run.save(**convert(state, to_torch))
+                run.save(**parts)
 
 
 if __name__ == "__main__":

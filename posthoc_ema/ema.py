@@ -14,8 +14,8 @@ sum of the snapshots gives, afterwards, the average of any other length.
 
 Reading order: profiles, Algorithm 3, the trackers. This file needs numpy and torch alone: copy it.
 
-Deviations: an update may follow any number of images after the last one, with beta over that interval, which
-tracks Eq. 127 exactly when called every step; buffers are copied, never averaged.
+Deviations: an update may follow the last by any number of images, with beta over that interval; buffers are
+copied, never averaged; a nearly singular Algorithm 3, which many lengths make, is damped.
 
     ema = PowerFunctionEMA(net)        # after every optimizer step: ema.update(t)
     ema.weights(0.05)                  # the average of length 0.05, a state dict
@@ -101,8 +101,8 @@ def solve_posthoc_coefficients(
         tau, rel = t[use] / t_m, sigma_rel[use]
         A = power_function_inner(tau[:, None], rel[:, None], tau[None], rel[None])
         b = power_function_inner(tau, rel, 1.0, sigma_rel_m)
-        solution = np.linalg.solve(A, b)
-        x[use, m] = solution / solution.sum()
+        A += (np.linalg.cond(A) > 1e12) * 1e-12 * np.diag(np.diag(A))  # else x is huge, and so is rounding
+        x[use, m] = (solution := np.linalg.solve(A, b)) / solution.sum()
     return x
 
 

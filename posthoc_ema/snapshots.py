@@ -31,7 +31,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from posthoc_ema.ema import SIGMA_REL_MAX
+from posthoc_ema.ema import SIGMA_REL_MAX, sigma_rel_to_gamma
 from posthoc_ema.pickles import read_official_pickle
 from shared.check import require
 from shared.files import write_whole
@@ -72,6 +72,14 @@ def read_snapshot(path: Path) -> tuple[dict[str, Tensor], dict]:
     with safe_open(path, "pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     return {k: v.float() if v.is_floating_point() else v for k, v in tensors.items()}, header
+
+
+def require_lengths(sigma_rels: Sequence[float]) -> None:
+    """Raise ValueError for lengths that no average has, none at all, or two whose files would be one."""
+    sigma_rel_to_gamma(sigma_rels)
+    names = {snapshot_path(Path(), 0, sigma_rel) for sigma_rel in sigma_rels}
+    fits = 0 < len(names) == len(sigma_rels)
+    require(fits, f"sigma_rels are {list(sigma_rels)}: one or more that differ to three decimals")
 
 
 def save_snapshots(folder: Path, ema: Any, header: dict, precision: str = "float32") -> None:

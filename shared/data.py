@@ -11,6 +11,7 @@ statistics are given.
 import gzip
 import io
 import json
+import re
 import tarfile
 import zipfile
 from collections.abc import Callable, Iterator
@@ -48,6 +49,11 @@ class DataConfig:
     latent_mean: tuple[float, ...] = ()  # per-channel mean that standardizes latents; empty: measured
     latent_std: tuple[float, ...] = ()  # per-channel standard deviation of latents; empty: measured
 
+    def __post_init__(self) -> None:
+        require(self.source != "", "source is empty: it must name a data set, a folder, a zip or an .npz")
+        require(self.image_size >= 0, f"image_size is {self.image_size}: it must not be negative")
+        require(self.holdout != 1 and self.holdout >= 0, f"holdout is {self.holdout}: it must be 0 or 2 up")
+
 
 @contextmanager
 def _naming(name: object) -> Iterator[None]:
@@ -55,7 +61,8 @@ def _naming(name: object) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise ValueError(f"cannot read {name}: {' '.join(str(error).split()) or repr(error)}") from error
+        said = re.sub(r" ?<_io.*?>", "", " ".join(str(error).split()))  # a buffer's name tells nothing
+        raise ValueError(f"cannot read {name}: {said or repr(error)}") from error
 
 
 # The crop of ADM's released data pipeline (arXiv:2105.05233), EDM2's `center-crop-dhariwal`.
@@ -145,7 +152,7 @@ def _files(path: Path) -> Source:
 
     def read(i: int) -> NDArray:
         file = io.BytesIO(load(names[i]))
-        if names[i].endswith(".npy"):
+        if names[i].lower().endswith(".npy"):
             return np.load(file, allow_pickle=False)
         image = Image.open(file)
         return np.atleast_3d(image.convert(PIL_MODES.get(image.mode, image.mode))).transpose(2, 0, 1)
@@ -183,7 +190,9 @@ class Dataset:
                 item = center_crop_and_resize(item.transpose(1, 2, 0), self.image_size).transpose(2, 0, 1)
             form = (item.dtype, item.shape)
             if form != self.form:
-                require(self.form is None, f"it is {form}, but the first item is {self.form}")
+                ours, first = (f and f"{f[0]} {f[1]}" for f in (form, self.form))
+                told = f"it is {ours}, but the first item is {first}"
+                require(self.form is None, f"{told}: image_size makes images one size")
                 require(item.ndim == 3 and form[0] in (np.uint8, np.float32), f"{form} is no image or latent")
             return item
 
@@ -204,7 +213,8 @@ def load_data(config: DataConfig) -> tuple[Dataset, Dataset]:
     else:
         source = (_npz if config.source.endswith(".npz") else _files)(Path(config.source))
     for name, y in zip(source.names, () if source.labels is None else source.labels, strict=False):
-        require(isinstance(y, int | np.integer) and y >= 0, f"{name} has label {y}, not an integer from 0")
+        fits = isinstance(y, int | np.integer) and not isinstance(y, bool) and 0 <= y < 1 << 31
+        require(fits, f"{name} has label {y}, not an integer from 0")
     N = len(source.names)
     nth = np.arange(1, N + 1)
     held = nth > source.num_train if source.num_train else nth % (config.holdout or N + 1) == 0
@@ -216,8 +226,9 @@ def load_data(config: DataConfig) -> tuple[Dataset, Dataset]:
             moments = [(x.mean((1, 2), float), x.var((1, 2), float)) for x in map(train.item, train.index)]
             mu, var = np.swapaxes(moments, 0, 1)  # of each item: (N, C)
             mean, std = mean or mu.mean(0).tolist(), std or np.sqrt(var.mean(0) + mu.var(0)).tolist()
-        fits = len(mean) == len(std) == train.shape[0] and min(std) > 0
-        require(fits, f"{config.source} has {train.shape[0]} channels: {mean} and {std} do not fit")
+        fits = len(mean) == len(std) == train.shape[0] and np.isfinite([mean, std]).all() and min(std) > 0
+        told = f"{config.source} has {train.shape[0]} channels, to which mean {mean} and deviation {std}"
+        require(fits, f"{told} do not fit: they must be finite, and the deviation positive")
         train.latent_mean, train.latent_std = list(mean), list(std)
         validation.latent_mean, validation.latent_std = list(mean), list(std)
     return train, validation

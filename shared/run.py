@@ -58,9 +58,10 @@ def cli(main: Callable[[Any], None], options: Any, description: str) -> None:
             sentence = re.sub(r"^Error parsing (?!--)\S+: ", "", " ".join(filter(None, lines[1:])))
             print(f"{Path(sys.argv[0]).name}: {sentence}", file=sys.stderr)
         raise
-    except (ValueError, DivergedError) as error:
-        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, ValueError) else 1)
+    except (ValueError, OSError, DivergedError, KeyboardInterrupt) as error:
+        sentence = "interrupted" if isinstance(error, KeyboardInterrupt) else " ".join(str(error).split())
+        print(f"{Path(sys.argv[0]).name}: {sentence}", file=sys.stderr)
+        sys.exit({DivergedError: 1, KeyboardInterrupt: 130}.get(type(error), 2))
 
 
 def find_device(name: str, local_rank: int = 0) -> torch.device:
@@ -68,7 +69,8 @@ def find_device(name: str, local_rank: int = 0) -> torch.device:
     if name == "auto":
         name = f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu"
     try:
-        return torch.empty(0, device=name).device
+        torch.zeros(1, device=name).item()  # what has no memory, as meta, has no item
+        return torch.device(name)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from None
 
@@ -117,7 +119,7 @@ class Run:
                 raise ValueError(f"{told}: choose another --out, or the run's own value")
         else:
             inside = list(self.folder.iterdir()) if self.folder.is_dir() else [self.folder]
-            empty = not self.folder.exists() or all(path.suffix == ".part" for path in inside)
+            empty = not self.folder.exists() or all(path.name == ".config.json.part" for path in inside)
             require(empty, f"{self.folder} exists and holds no run: choose another --out")
         if self.world > 1:
             dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
@@ -154,21 +156,24 @@ class Run:
         require(compiler or not self.config.compile, "--compile needs a C++ compiler: install g++")
         return torch.compile(net) if self.config.compile else net
 
-    def resume(self) -> dict | None:
-        """The state last given to `save`, on the CPU; None in a new run. Cuts the log back to that moment."""
-        path, state, size = self.folder / "checkpoint.pt", None, 0
+    def resume(self, **parts: Any) -> None:
+        """Give network, optimizer, averages, ... their state back where there is a checkpoint, and cut the
+        log back to that moment. ValueError, naming the file, where it is not one of this run."""
+        path, size = self.folder / "checkpoint.pt", 0
         if path.exists():
             try:
                 state = torch.load(path, map_location="cpu", weights_only=True)
                 self.nimg, self.losses, self.skipped, size = state["run"]
+                for name, part in parts.items():
+                    part.load_state_dict(state[name])
             except Exception as error:
-                raise ValueError(f"{path} is truncated or no checkpoint: delete it to start anew") from error
+                told = f"{path} is truncated or no checkpoint of this run"
+                raise ValueError(f"{told}: delete it to start anew") from error
         log = self.folder / "log.jsonl"
         if self.rank == 0 and log.exists():
             lines = log.read_bytes()[:size]
             write_whole(log, lambda file: file.write(lines))
         self.bar.update(self.nimg)
-        return state
 
     def batches(
         self, dataset: Dataset, batch_size: int, seed: int, flip: bool = False
@@ -239,13 +244,14 @@ class Run:
                 file.write((json.dumps(line | values) + "\n").encode())
             self.bar.set_postfix(loss=loss)
 
-    def save(self, **state: Any) -> None:
-        """Write checkpoint.pt: this state, of tensors, numbers, strings, lists, dicts, and the run's own."""
+    def save(self, **parts: Any) -> None:
+        """Write checkpoint.pt: the state of what `resume` takes, and the run's own."""
         log = self.folder / "log.jsonl"
         size = log.stat().st_size if log.exists() else 0
-        own = (self.nimg, self.losses, self.skipped, size)
+        state = {name: part.state_dict() for name, part in parts.items()}
+        state["run"] = (self.nimg, self.losses, self.skipped, size)
         if self.rank == 0:
-            write_whole(self.folder / "checkpoint.pt", lambda file: torch.save(state | {"run": own}, file))
+            write_whole(self.folder / "checkpoint.pt", lambda file: torch.save(state, file))
 
 
 def differences(saved: Any, ours: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:

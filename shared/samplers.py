@@ -27,7 +27,7 @@ def sigma_steps(
     require(num_steps >= 1, f"the number of sampling steps is {num_steps}: it must be at least 1")
     limits = f"sigma_min {sigma_min} and sigma_max {sigma_max} must satisfy 0 < min < max < infinity"
     require(0 < sigma_min < sigma_max < math.inf, limits)
-    require(rho > 0, f"rho is {rho}: it must be positive")
+    require(0.1 <= rho <= 1000, f"rho is {rho}: it must be in 0.1..1000")
     ramp = np.arange(num_steps, dtype=np.float64) / max(num_steps - 1, 1)
     sigma = (sigma_max ** (1 / rho) + ramp * (sigma_min ** (1 / rho) - sigma_max ** (1 / rho))) ** rho
     return [*sigma.tolist(), 0.0]

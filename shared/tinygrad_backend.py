@@ -53,6 +53,29 @@ def convert(state: Any, tensor: Callable[[Any], Any]) -> Any:
     return tensor(state) if hasattr(state, "numpy") else state
 
 
+class TorchState:
+    """The state of a tinygrad network, optimizer or tracker in torch's tensors, for `Run.resume` and `save`."""
+
+    def __init__(self, part: Any):
+        self.part = part
+
+    def state_dict(self) -> dict:
+        from tinygrad.nn.state import get_state_dict
+
+        own = self.part.state_dict() if hasattr(self.part, "state_dict") else get_state_dict(self.part)
+        return convert(own, to_torch)
+
+    def load_state_dict(self, state: dict) -> None:
+        from tinygrad.nn.state import get_state_dict
+
+        state = convert(state, to_tinygrad)
+        if hasattr(self.part, "load_state_dict"):
+            self.part.load_state_dict(state)
+        else:
+            for name, value in get_state_dict(self.part).items():
+                value.assign(state[name]).realize()
+
+
 class TorchFace:
     """A tinygrad network that takes and gives torch tensors, so that sampling and validation need no twin.
 

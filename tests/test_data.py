@@ -413,9 +413,9 @@ def test_no_source(tmp_path):
     (tmp_path / "notes.txt").write_text("text")
     refuses(DataConfig(str(tmp_path / "notes.txt")), "notes.txt")
     refuses(DataConfig(str(tmp_path)), str(tmp_path), "0 images")
-    source = write_images(tmp_path / "f", {"0.png": np.zeros((2, 2), np.uint8)})
-    refuses(DataConfig(source, holdout=1), "f holds 1 images", "holdout 1")
-    refuses(DataConfig(image_size=-1), "digits")
+    for change, sentence in ((dict(image_size=-1), "image_size is -1"), (dict(holdout=1), "holdout is 1")):
+        with pytest.raises(ValueError, match=sentence):
+            DataConfig(**change)
 
 
 def test_truncated_zip(tmp_path):

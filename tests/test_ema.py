@@ -161,6 +161,18 @@ def test_snapshots_of_time_0_or_later_than_the_target_are_not_used():
     assert np.array_equal(both[:, 1:], x) and not both[2:, 0].any()
 
 
+def test_many_lengths_are_solved_without_huge_coefficients():
+    """Six lengths at 32 times: float64 cannot tell their profiles apart, yet rounding must not be magnified."""
+    t, sigma_rel = np.repeat(np.arange(1, 33), 6) * 1000, np.tile([0.03, 0.05, 0.075, 0.1, 0.15, 0.2], 32)
+    x = solve_posthoc_coefficients(t, sigma_rel, 32000, [0.01, 0.05, 0.06])
+    norms = np.linalg.norm(x, axis=0)
+    assert norms[0] < 1e4 and norms[1] == pytest.approx(1, abs=0.01) and norms[2] < 1.5
+    tau = np.linspace(0, 32000, 16_001)[:, None]
+    expected = power_function_profile(tau, 32000, [0.01, 0.05, 0.06])
+    error = np.linalg.norm(power_function_profile(tau, t, sigma_rel) @ x - expected, axis=0)
+    assert (error / np.linalg.norm(expected, axis=0) < [0.01, 1e-5, 1e-5]).all()
+
+
 @pytest.mark.parametrize("t_out", [1500, 0, 3000, -1000])
 def test_the_target_must_be_a_snapshot_time(t_out):
     with pytest.raises(ValueError, match=rf"target time {t_out}$"):

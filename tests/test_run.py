@@ -30,7 +30,7 @@ TINY = [
 def tiny(out: Path, duration: int = 320, **changes) -> TrainConfig:
     run = RunConfig(out, duration, 32, 10**9, 160, 96, workers=0)
     changes = {"label_dropout": 0.1, "batch_size": 32, "lr": 1e-3, "warmup": 64} | changes
-    return TrainConfig(NET, run, **changes)
+    return TrainConfig(**{"net": NET} | changes, run=run)
 
 
 def state(out: Path) -> dict:
@@ -207,10 +207,10 @@ def test_spoilt_files_are_named(tmp_path):
     train(tiny(out, duration=32))
     checkpoint = out / "checkpoint.pt"
     checkpoint.write_bytes(checkpoint.read_bytes()[:5000])
-    with pytest.raises(ValueError, match=r"checkpoint\.pt is truncated or no checkpoint"):
+    with pytest.raises(ValueError, match=r"checkpoint\.pt is truncated or no checkpoint of this run"):
         train(tiny(out))
     torch.save({"weights": torch.zeros(3)}, checkpoint)
-    with pytest.raises(ValueError, match=r"checkpoint\.pt is truncated or no checkpoint"):
+    with pytest.raises(ValueError, match=r"checkpoint\.pt is truncated or no checkpoint of this run"):
         train(tiny(out))
     (out / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config\.json"):
@@ -224,6 +224,29 @@ def test_a_folder_that_holds_no_run_is_left_alone(tmp_path):
     with pytest.raises(ValueError, match="exists and holds no run"):
         train(tiny(tmp_path / "thesis.tex"))
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_an_unconditional_network_is_shown_no_labels(tmp_path):
+    """On data that has labels, validation included."""
+    net = replace(NET, num_classes=0, null_class=False)
+    config = tiny(tmp_path, duration=64, net=net, label_dropout=0.0)
+    train(replace(config, run=replace(config.run, sample_every=32)))
+    assert [len(line["validation"]) for line in log(tmp_path)] == [9, 9]
+
+
+def test_a_checkpoint_of_another_network_is_named(tmp_path):
+    train(tiny(tmp_path / "a", duration=32))
+    wide = tiny(tmp_path / "b", duration=32, net=replace(NET, width=32))
+    train(wide)
+    (tmp_path / "a" / "checkpoint.pt").rename(tmp_path / "b" / "checkpoint.pt")
+    with pytest.raises(ValueError, match=r"checkpoint\.pt is truncated or no checkpoint of this run"):
+        train(wide)
+
+
+def test_more_parts_than_images_are_none(tmp_path):
+    train(tiny(tmp_path, duration=64, accumulate=32))
+    with pytest.raises(ValueError, match=r"accumulate is 33: it must be in 1\.\.32, the batch_size"):
+        tiny(tmp_path, accumulate=33)
 
 
 def test_vp_objective_trains(tmp_path):

@@ -104,6 +104,32 @@ def test_formats(folder, tmp_path):
         np.testing.assert_array_equal(tile, np.asarray(one))
 
 
+@pytest.mark.parametrize("name, sentence", [
+    ("x.jpg", "it must be a .png, an .npz or, without a suffix, a folder"), ("x.PNG", "it must be a .png"),
+    ("folder.png", "is a file or a folder"), ("file", "is a file or a folder"),
+])
+def test_where_nothing_can_be_written(folder, tmp_path, name, sentence, monkeypatch):
+    """Refused before anything is drawn."""
+    (tmp_path / "folder.png").mkdir()
+    (tmp_path / "file").write_text("kept")
+    monkeypatch.setattr(uvit, "draw", lambda *args: pytest.fail("drawn"))
+    with pytest.raises(ValueError, match=sentence):
+        sample(SampleConfig(folder, tmp_path / name, num=1, steps=1))
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+def test_another_average_of_the_same_run_guides(folder, tmp_path):
+    sample(SampleConfig(folder, tmp_path / "a.npz", num=2, steps=2, guidance=3.0, guide_sigma_rel=0.1))
+    D, guide = load(folder)[0], load(folder, 0.1)[0]
+    expected = draw(D, SampleConfig(steps=2, guidance=3.0), [0, 1], [0, 1], guide)
+    np.testing.assert_array_equal(arrays(tmp_path / "a.npz")[0], to_uint8(expected))
+
+
+def test_limits_of_sigma_are_not_defaults(folder):
+    with pytest.raises(ValueError, match="sigma_min 0"):
+        draw(load(folder)[0], SampleConfig(steps=2, sigma_min=0.0), [0], [0])
+
+
 def test_to_uint8():
     images = np.array([-3, -1, -0.5, 0, 0.5, 1, 3], np.float32).reshape(7, 1, 1, 1)
     assert to_uint8(images).ravel().tolist() == [0, 0, 64, 128, 191, 255, 255]
