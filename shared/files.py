@@ -5,10 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from shared.check import require
-from shared.tinygrad_backend import to_tinygrad
+from shared.tinygrad_backend import load_weights, named_weights
 
 
 def write_whole(path: Path, write: Callable[[BinaryIO], Any]) -> None:
@@ -25,13 +25,7 @@ def write_whole(path: Path, write: Callable[[BinaryIO], Any]) -> None:
 def load_strictly(net: Any, weights: dict[str, Tensor], names: dict[str, str] | None = None) -> None:
     """Load weights into a network of either framework, under `names[theirs] = ours` where they are called
     differently. One ValueError lists all entries that are missing, extra or of another shape."""
-    if isinstance(net, nn.Module):
-        ours = net.state_dict()
-    else:
-        from tinygrad.nn.state import get_state_dict  # here, so that PyTorch's side works without tinygrad
-
-        ours = get_state_dict(net)
-    names = names or {name: name for name in weights}
+    ours, names = named_weights(net), names or {name: name for name in weights}
     faults = [f"{name} is missing" for name in ours.keys() - names.values()]
     for theirs, name in names.items():
         if name not in ours:
@@ -39,8 +33,4 @@ def load_strictly(net: Any, weights: dict[str, Tensor], names: dict[str, str] | 
         elif tuple(weights[theirs].shape) != tuple(ours[name].shape):
             faults.append(f"{theirs} has shape {tuple(weights[theirs].shape)}, not {tuple(ours[name].shape)}")
     require(not faults, f"weights do not fit: {'; '.join(sorted(faults))}")
-    if isinstance(net, nn.Module):
-        net.load_state_dict({name: weights[theirs] for theirs, name in names.items()})
-    else:
-        for theirs, name in names.items():
-            ours[name].replace(to_tinygrad(weights[theirs]))
+    load_weights(net, {name: weights[theirs] for theirs, name in names.items()})

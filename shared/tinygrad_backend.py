@@ -44,8 +44,25 @@ def to_tinygrad(tensor: torch.Tensor) -> Any:
     return Tensor(array.reshape(-1)).reshape(array.shape) if array.ndim == 0 else Tensor(array)
 
 
+def named_weights(net: Any) -> dict[str, Any]:
+    if hasattr(net, "state_dict"):
+        return net.state_dict()
+    from tinygrad.nn.state import get_state_dict
+
+    return get_state_dict(net)
+
+
+def load_weights(net: Any, weights: dict[str, torch.Tensor]) -> None:
+    """Into a network of either framework; names and shapes fit."""
+    if isinstance(net, torch.nn.Module):
+        net.load_state_dict(weights)
+    else:
+        for name, value in named_weights(net).items():
+            value.replace(to_tinygrad(weights[name]))
+
+
 def convert(state: Any, tensor: Callable[[Any], Any]) -> Any:
-    """Nested dicts and lists with `tensor` applied to every tensor."""
+    """Nested dicts and lists, `tensor` applied to every tensor."""
     if isinstance(state, dict):
         return {key: convert(value, tensor) for key, value in state.items()}
     if isinstance(state, list):
@@ -54,25 +71,20 @@ def convert(state: Any, tensor: Callable[[Any], Any]) -> Any:
 
 
 class TorchState:
-    """The state of a tinygrad network, optimizer or tracker in torch's tensors, for `Run.resume` and `save`."""
+    """The state of a tinygrad network, optimizer or tracker in torch tensors, for `Run.resume` and `save`."""
 
     def __init__(self, part: Any):
         self.part = part
 
     def state_dict(self) -> dict:
-        from tinygrad.nn.state import get_state_dict
-
-        own = self.part.state_dict() if hasattr(self.part, "state_dict") else get_state_dict(self.part)
-        return convert(own, to_torch)
+        return convert(named_weights(self.part), to_torch)
 
     def load_state_dict(self, state: dict) -> None:
-        from tinygrad.nn.state import get_state_dict
-
         state = convert(state, to_tinygrad)
         if hasattr(self.part, "load_state_dict"):
             self.part.load_state_dict(state)
-        else:
-            for name, value in get_state_dict(self.part).items():
+        else:  # in place, where TinyJit's kernels look for it
+            for name, value in named_weights(self.part).items():
                 value.assign(state[name]).realize()
 
 
