@@ -169,11 +169,9 @@ class IDDPM:
 
     def denoiser(self, net: Net) -> Denoiser:
         """The network as D(x; sigma, labels) of `shared.diffusion`."""
-
-        def D(x: Array, sigma: Array, labels: Array | None = None) -> Array:
-            return x - per_image(sigma) * net(*self.scaled(x, sigma), labels)[:, : x.shape[1]]
-
-        return D
+        return lambda x, sigma, labels=None: (
+            x - per_image(sigma) * net(*self.scaled(x, sigma), labels)[:, : x.shape[1]]
+        )
 
 
 # Losses -----------------------------------------------------------------------------------------------------
@@ -224,12 +222,10 @@ def normal_kl(mean_1: Array, log_var_1: Array, mean_2: Array, log_var_2: Array) 
 
 def discretized_log_likelihood(x: Array, mu: Array, log_std: Array) -> Array:
     """Log-probability, in nats, of x's of 256 equal bins; the outer two have no end."""
-
-    def cdf(z: Array) -> Array:  # (1 + tanh) / 2, the released approximation, off by at most 2e-4
-        u = (8 / math.pi) ** 0.5 * (z + 0.044715 * z**3)
-        return 1 / (1 + exp(-u.clip(-60, 60)))  # farther out, exp would overflow
-
-    above, below = (cdf((x - mu + half) * exp(-log_std)) for half in (1 / 255, -1 / 255))
+    edges = [(x - mu + half) * exp(-log_std) for half in (1 / 255, -1 / 255)]
+    # Their distribution function is the released approximation (1 + tanh) / 2, off by at most 2e-4.
+    edges = [(8 / math.pi) ** 0.5 * (z + 0.044715 * z**3) for z in edges]
+    above, below = (1 / (1 + exp(-u.clip(-60, 60))) for u in edges)  # farther out, exp would overflow
     top, bottom = (x > 0.999) * 1.0, (x < -0.999) * 1.0
     return log((top + (1 - top) * above - (1 - bottom) * below).clip(1e-12, 1))
 
@@ -290,12 +286,9 @@ def ddim_invert(process: IDDPM, net: Net, x: Array, labels: Array | None = None)
 
 def guided_denoiser(process: IDDPM, D: Denoiser, gradient: Gradient) -> Denoiser:
     """D + sigma^2 times the gradient with respect to its own x = x_t sqrt(1 + sigma^2)."""
-
-    def D_guided(x: Array, sigma: Array, labels: Array | None = None) -> Array:
-        factor = sigma * sigma / (1 + sigma * sigma) ** 0.5
-        return D(x, sigma, labels) + per_image(factor) * gradient(*process.scaled(x, sigma))
-
-    return D_guided
+    return lambda x, sigma, labels=None: D(x, sigma, labels) + (
+        per_image(sigma * sigma / (1 + sigma * sigma) ** 0.5) * gradient(*process.scaled(x, sigma))
+    )
 
 
 # Likelihood, and importance sampling ------------------------------------------------------------------------

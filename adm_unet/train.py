@@ -87,9 +87,8 @@ def released(
     net: str, data: str, steps: int, batch_size: int = 256, schedule: Schedule = "linear", **others
 ) -> TrainConfig:
     """A released configuration; a log line every 100 steps, 64 samples and 32 snapshots over its length."""
-    nimg = steps * batch_size
+    nimg, data = steps * batch_size, DataConfig(data, flip=True)
     run = RunConfig(Path(f"runs/{net}"), nimg, 100 * batch_size, nimg // 64, nimg // 32, nimg // 64)
-    data = DataConfig(data, flip=True)
     return TrainConfig(NETWORKS[net], run, data, schedule=schedule, batch_size=batch_size, **others)
 
 
@@ -100,8 +99,8 @@ def digits(net: str, out: str, duration: int, **others) -> TrainConfig:
 
 DECAY = dict(lr=3e-4, weight_decay=0.05, anneal=True)  # of the released classifiers
 PRESETS: dict[str, TrainConfig] = {
-    "digits":          digits("digits", "runs/adm_unet", 144_000, lr=2e-3, label_dropout=0.1),
-    "superres":        digits("superres", "runs/adm_superres", 96_000, lr=2e-3, label_dropout=0.1),
+    "digits":          digits("digits", "runs/adm_unet", 96_000, lr=2e-3, label_dropout=0.1),
+    "superres":        digits("superres", "runs/adm_superres", 48_000, lr=2e-3, label_dropout=0.1),
     "classifier":      digits("classifier", "runs/adm_classifier", 96_000, **DECAY | dict(lr=1e-3)),
     "imagenet64":      released("imagenet64", "imagenet64.zip", 540_000, 2048, "cosine", lr=3e-4),
     "imagenet128":     released("imagenet128", "imagenet128.zip", 4_360_000),

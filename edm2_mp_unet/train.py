@@ -84,8 +84,8 @@ img64 = partial(released, source="imagenet64.zip", P_mean=-0.8, P_std=1.6, decay
 PRESETS: dict[str, TrainConfig] = {
     "digits": TrainConfig(
         NETWORKS["digits"],
-        RunConfig(Path("runs/edm2_mp_unet"), 256_000, 6_400, 64_000, 16_000, 64_000),
-        P_std=1.2, decay=500, warmup=12_800, label_dropout=0.1,
+        RunConfig(Path("runs/edm2_mp_unet"), 115_200, 6_400, 57_600, 9_600, 57_600),
+        P_std=1.2, decay=250, warmup=12_800, label_dropout=0.1,
     ),
     "edm2_img512_xxs": img512("edm2_img512_xxs", 2048, 0.0170),
     "edm2_img512_xs":  img512("edm2_img512_xs",  2048, 0.0120),

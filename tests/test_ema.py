@@ -162,7 +162,7 @@ def test_snapshots_of_time_0_or_later_than_the_target_are_not_used():
 
 
 def test_many_lengths_are_solved_without_huge_coefficients():
-    """Six lengths at 32 times: float64 cannot tell their profiles apart, yet rounding must not be magnified."""
+    """Six lengths at 32 times: float64 cannot tell their profiles apart; rounding must not be magnified."""
     t, sigma_rel = np.repeat(np.arange(1, 33), 6) * 1000, np.tile([0.03, 0.05, 0.075, 0.1, 0.15, 0.2], 32)
     x = solve_posthoc_coefficients(t, sigma_rel, 32000, [0.01, 0.05, 0.06])
     norms = np.linalg.norm(x, axis=0)
