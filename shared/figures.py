@@ -72,7 +72,7 @@ def plot_losses(folder: Path) -> None:
     tested = [line for line in lines if line.get("validation")]
     figure = Figure(figsize=(9, 3.5), layout="constrained")
     left, right = figure.subplots(1, 2)
-    left.plot([line["nimg"] for line in lines], [line["loss"] for line in lines], label="training")
+    left.plot([line["nimg"] for line in lines], [line["loss"] for line in lines], ".-", label="training")
     means = [np.mean(list(line["validation"].values())) for line in tested]
     left.plot([line["nimg"] for line in tested], means, "o-", label="validation, mean over sigma")
     for line, shade in zip(tested, np.linspace(0.8, 0, len(tested)), strict=True):

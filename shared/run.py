@@ -144,7 +144,7 @@ class Run:
             print(f"stopped and saved at {self.nimg} images: the same command goes on", file=sys.stderr)
             sys.exit(128 + self.signal)
         if kind is None and self.rank == 0:
-            print(f"trained on {self.nimg} images: look at {self.folder / 'samples'}", file=sys.stderr)
+            print(f"{self.nimg} images trained on: look at {self.folder / 'samples'}", file=sys.stderr)
 
     def _stop(self, number: int, _: object) -> None:
         self.caught = number
@@ -173,7 +173,7 @@ class Run:
         if self.rank == 0 and log.exists():
             lines = log.read_bytes()[:size]
             write_whole(log, lambda file: file.write(lines))
-        self.bar.update(self.nimg)
+        self.bar.initial = self.bar.n = self.bar.last_print_n = self.nimg  # its rate counts what is to come
 
     def batches(
         self, dataset: Dataset, batch_size: int, seed: int, flip: bool = False
