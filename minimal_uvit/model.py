@@ -102,12 +102,21 @@ def timestep_embedding(timesteps: Tensor, width: int) -> Tensor:
     return F.pad(torch.cat([angles.cos(), angles.sin()], dim=1), (0, width % 2))
 
 
+def linear(inputs: int, outputs: int, bias: bool = True) -> nn.Linear:
+    """A linear layer starts at N(0, 0.02^2) with zero bias; the others keep PyTorch's own initialization."""
+    layer = nn.Linear(inputs, outputs, bias)
+    nn.init.normal_(layer.weight, std=0.02)
+    if bias:
+        nn.init.zeros_(layer.bias)
+    return layer
+
+
 class Attention(nn.Module):
     def __init__(self, config: UViTConfig):
         super().__init__()
         self.num_heads = config.num_heads
-        self.qkv = nn.Linear(config.width, 3 * config.width, bias=config.qkv_bias)
-        self.proj = nn.Linear(config.width, config.width)
+        self.qkv = linear(config.width, 3 * config.width, bias=config.qkv_bias)
+        self.proj = linear(config.width, config.width)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = rearrange(self.qkv(x), "B L (K h d) -> K B h L d", K=3, h=self.num_heads)
@@ -121,26 +130,18 @@ class Block(nn.Module):
     def __init__(self, config: UViTConfig, skip: bool = False):
         super().__init__()
         D, hidden = config.width, int(config.width * config.mlp_ratio)
-        self.skip_linear = nn.Linear(2 * D, D) if skip else None
+        self.skip_linear = linear(2 * D, D) if skip else None
         self.norm1 = nn.LayerNorm(D)
         self.attn = Attention(config)
         self.norm2 = nn.LayerNorm(D)
-        self.fc1 = nn.Linear(D, hidden)
-        self.fc2 = nn.Linear(hidden, D)
+        self.fc1 = linear(D, hidden)
+        self.fc2 = linear(hidden, D)
 
     def forward(self, x: Tensor, skip: Tensor | None = None) -> Tensor:
         if self.skip_linear is not None:
             x = self.skip_linear(torch.cat([x, skip], dim=-1))                 # B L D
         x = x + self.attn(self.norm1(x))
         return x + self.fc2(F.gelu(self.fc1(self.norm2(x))))
-
-
-def init_linear(module: nn.Module) -> None:
-    """Linear layers start at N(0, 0.02^2) with zero bias; the others keep PyTorch's own initialization."""
-    if isinstance(module, nn.Linear):
-        nn.init.trunc_normal_(module.weight, std=0.02)
-        if module.bias is not None:
-            nn.init.zeros_(module.bias)
 
 
 class UViT(nn.Module):
@@ -151,24 +152,22 @@ class UViT(nn.Module):
         self.config = config
         D, p, C, N = config.width, config.patch_size, config.in_channels, config.depth // 2
         self.patch_embed = nn.Conv2d(C, D, kernel_size=p, stride=p)
-        mlp = [nn.Linear(D, 4 * D), nn.SiLU(), nn.Linear(4 * D, D)] if config.mlp_time_embed else []
-        self.time_embed = nn.Sequential(*mlp)
+        if config.mlp_time_embed:
+            self.time_embed = nn.Sequential(linear(D, 4 * D), nn.SiLU(), linear(4 * D, D))
         if config.num_classes:
             self.label_embed = nn.Embedding(config.num_classes, D)
         if config.context_tokens:
-            self.context_embed = nn.Linear(config.context_dim, D)
-        self.pos_embed = nn.Parameter(torch.zeros(1, config.num_tokens, D))
+            self.context_embed = linear(config.context_dim, D)
+        self.pos_embed = nn.Parameter(0.02 * torch.randn(1, config.num_tokens, D))
         self.in_blocks = nn.ModuleList([Block(config) for _ in range(N)])
         self.mid_block = Block(config)
         self.out_blocks = nn.ModuleList([Block(config, skip=config.skip) for _ in range(N)])
         if config.skip:  # a token's features pool to one number: one coefficient per token
-            self.long_skip = LongSkipScaling(config.long_skip, [config.num_tokens] * N, pool_dims=(2,))
+            self.long_skip = LongSkipScaling(config.long_skip, [config.num_tokens] * N, (2,), linear)
         self.norm = nn.LayerNorm(D)
-        self.to_patches = nn.Linear(D, p * p * C)
+        self.to_patches = linear(D, p * p * C)
         if config.conv:
             self.final_conv = nn.Conv2d(C, C, kernel_size=3, padding=1)
-        nn.init.trunc_normal_(self.pos_embed, std=0.02)
-        self.apply(init_linear)
 
     def check(self, x: Tensor, labels: Tensor | None, context: Tensor | None) -> None:
         """Raise ValueError, in a sentence, for inputs that this network was not made for."""

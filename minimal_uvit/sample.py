@@ -34,6 +34,7 @@ from shared.figures import require_fits, save_images
 from shared.files import load_strictly
 from shared.run import cli, find_device
 from shared.samplers import SAMPLERS, guided, seed_noise, sigma_steps, unlabelled
+from shared.tinygrad_backend import REMEDY, TorchFace, find_clang
 
 Precond = EDMPrecond | VPPrecond
 
@@ -58,6 +59,7 @@ class SampleConfig:
     official: Path | None = None  # a released .pth file, instead of a run
     preset: str = "s2_cifar10"  # the network in the released file
     batch_size: int = 64  # images drawn at a time
+    backend: Literal["torch", "tinygrad"] = "torch"  # framework of the network; set DEV for tinygrad's device
     device: str = "auto"  # torch device; auto: CUDA where there is one, else the CPU
 
     def __post_init__(self) -> None:
@@ -73,16 +75,32 @@ class SampleConfig:
         require(self.churn == 0 or self.sampler != "dpmpp", "dpmpp is deterministic: it takes no churn")
 
 
-def build(weights: dict[str, torch.Tensor], header: dict, device: str = "cpu") -> Precond:
+def place(net: UViT, device: str, backend: str) -> UViT | TorchFace:
+    """The network in evaluation mode on its device, or its tinygrad twin with the same weights."""
+    if backend == "torch":
+        return net.to(device).eval().requires_grad_(False)
+    require(find_clang(), REMEDY)
+    from minimal_uvit.model_tinygrad import UViT as TinygradUViT  # slow to import
+
+    twin = TinygradUViT(net.config)
+    load_strictly(twin, net.state_dict())
+    return TorchFace(twin)
+
+
+def build(
+    weights: dict[str, torch.Tensor], header: dict, device: str = "cpu", backend: str = "torch"
+) -> Precond:
     """The denoiser, in evaluation mode, of a snapshot's weights and header. ValueError where they misfit."""
     require(header["network"] == "minimal_uvit", f"the network is {header['network']}, not a U-ViT")
     net = UViT(config_from_dict(UViTConfig, header["config"]))
     load_strictly(net, weights)
     precond = VPPrecond if header["objective"] == "vp" else EDMPrecond
-    return precond(net.to(device).eval().requires_grad_(False))
+    return precond(place(net, device, backend))
 
 
-def load(path: Path, sigma_rel: float | None = None, device: str = "cpu") -> tuple[Precond, dict]:
+def load(
+    path: Path, sigma_rel: float | None = None, device: str = "cpu", backend: str = "torch"
+) -> tuple[Precond, dict]:
     """The denoiser of a snapshot, or of a run's last one, in evaluation mode, and the snapshot's header; an
     average of a length that the run did not track is reconstructed.
 
@@ -90,7 +108,7 @@ def load(path: Path, sigma_rel: float | None = None, device: str = "cpu") -> tup
     """
     weights, header = read_average(path, sigma_rel)
     try:
-        return build(weights, header, device), header
+        return build(weights, header, device, backend), header
     except (ValueError, KeyError, TypeError, AttributeError) as error:  # a damaged header may lack anything
         raise ValueError(f"{path}: {error}") from error
 
@@ -130,7 +148,7 @@ def load_guide(config: SampleConfig, device: torch.device) -> Precond | None:
     """The network to guide with: another one's, or another average of the same run. None: none was given."""
     if config.guide is None and config.guide_sigma_rel is None:
         return None
-    return load(config.guide or config.source, config.guide_sigma_rel, device)[0]
+    return load(config.guide or config.source, config.guide_sigma_rel, device, config.backend)[0]
 
 
 def choose_labels(config: SampleConfig, classes: int) -> list[int] | None:
@@ -145,10 +163,10 @@ def choose_labels(config: SampleConfig, classes: int) -> list[int] | None:
 def sample(config: SampleConfig) -> None:
     device = find_device(config.device)
     if config.official:
-        net = read_official(config.official, PRESETS[config.preset]).to(device).eval().requires_grad_(False)
-        D, header = VPPrecond(net), {"latent_mean": None, "latent_std": None}
+        net = read_official(config.official, PRESETS[config.preset])
+        D, header = VPPrecond(place(net, device, config.backend)), {"latent_mean": None, "latent_std": None}
     else:
-        D, header = load(config.source, config.sigma_rel, device)
+        D, header = load(config.source, config.sigma_rel, device, config.backend)
     net = D.net.config
     require_fits(config.out, header)
     guide = load_guide(config, device)

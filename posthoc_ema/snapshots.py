@@ -31,10 +31,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from posthoc_ema.ema import SIGMA_REL_MAX, PowerFunctionEMA, sigma_rel_to_gamma
+from posthoc_ema.ema import SIGMA_REL_MAX, sigma_rel_to_gamma
 from posthoc_ema.pickles import read_official_pickle
 from shared.check import require
 from shared.files import write_whole
+from shared.tinygrad_backend import convert, to_torch
 
 NAME = re.compile(r"(?:[^.].*-)?(\d+)-(\d*\.\d+)\.(safetensors|pt|pkl)")  # a dot first: left by a kill
 PRECISIONS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -44,9 +45,9 @@ def snapshot_path(folder: Path, nimg: int, sigma_rel: float) -> Path:
     return folder / f"{nimg:09d}-{sigma_rel:.3f}.safetensors"
 
 
-def save_snapshot(path: Path, weights: dict[str, Tensor], header: dict, precision: str = "float32") -> None:
-    """Write weights as `precision`, a key of PRECISIONS, under `header`."""
-    dtype = PRECISIONS[precision]
+def save_snapshot(path: Path, weights: dict[str, Any], header: dict, precision: str = "float32") -> None:
+    """Write weights, torch's or tinygrad's, as `precision`, a key of PRECISIONS, under `header`."""
+    dtype, weights = PRECISIONS[precision], convert(weights, to_torch)
     cast = {k: (v.to(dtype) if v.is_floating_point() else v).cpu().contiguous() for k, v in weights.items()}
     write_whole(path, lambda file: save_file(cast, file.name, {"header": json.dumps(header)}))
 
@@ -81,7 +82,7 @@ def require_lengths(sigma_rels: Sequence[float]) -> None:
     require(fits, f"sigma_rels are {list(sigma_rels)}: one or more that differ to three decimals")
 
 
-def save_snapshots(folder: Path, ema: PowerFunctionEMA, header: dict, precision: str = "float32") -> None:
+def save_snapshots(folder: Path, ema: Any, header: dict, precision: str = "float32") -> None:
     """Write each average of the tracker as it stands; `header` lacks only its time and length."""
     for sigma_rel in ema.lengths:
         own = {"nimg": ema.t, "sigma_rel": sigma_rel}

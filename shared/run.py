@@ -208,7 +208,6 @@ class Run:
         where they are not finite and the step must be skipped; DivergedError after MAX_SKIPPED in a row."""
         grads = [p.grad for p in net.parameters() if p.grad is not None]
         loss = loss.detach().float().reshape(1)
-        self.signal = self.caught
         if self.world > 1:
             stop = torch.full_like(loss, float(self.caught))
             flat = torch.cat([loss, stop, *[grad.reshape(-1) for grad in grads]])
@@ -216,10 +215,15 @@ class Run:
             loss, stop, *summed = flat.split([1, 1, *[grad.numel() for grad in grads]])
             self.signal = self.caught or (signal.SIGTERM if stop > 0 else 0)
             torch._foreach_copy_(grads, [s.view_as(grad) for s, grad in zip(summed, grads, strict=True)])
-        self.grad_norm = torch.nn.utils.get_total_norm(grads).item()
-        finite = math.isfinite(loss.item()) and math.isfinite(self.grad_norm)
+        return self.record(loss.item(), torch.nn.utils.get_total_norm(grads).item())
+
+    def record(self, loss: float, grad_norm: float) -> bool:
+        """What `reduce` does with one rank, for a framework that computes its own gradient norm."""
+        if self.world == 1:
+            self.signal = self.caught
+        self.grad_norm, finite = grad_norm, math.isfinite(loss) and math.isfinite(grad_norm)
         self.skipped = 0 if finite else self.skipped + 1
-        self.losses.append(loss.item() if finite else None)
+        self.losses.append(loss if finite else None)
         if self.skipped >= MAX_SKIPPED:
             told = f"loss or gradient was not finite in {MAX_SKIPPED} steps in a row, to {self.nimg} images"
             where = f"look for a rising loss in {self.folder / 'log.jsonl'}, then lower lr or check the data"

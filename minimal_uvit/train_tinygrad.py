@@ -1,0 +1,132 @@
+"""Train a U-ViT in tinygrad: the twin of `train.py`, whose configs, data order and randomness it shares.
+
+Papers: as in `train.py`. From the same weights, both frameworks see the same batches, noise levels and noise,
+and their losses agree; their folders and snapshots have one format, and `sample.py` draws from either's.
+
+    python minimal_uvit/train_tinygrad.py                            # digits, 10 minutes on a laptop's CPU
+    python minimal_uvit/train_tinygrad.py s2_cifar10 --objective vp
+    DEV=CUDA python minimal_uvit/train_tinygrad.py s2_cifar10        # tinygrad finds its device by itself
+
+Reading order: `PRESETS`, `compiled`, `train`. Ctrl-C saves and stops; the same command goes on.
+
+Deviations: one process, float32; TinyJit compiles in any case. The digits network is smaller than PyTorch's,
+because tinygrad's matrix products on a CPU take several times as long.
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from tinygrad import Context, Tensor, TinyJit
+from tinygrad.nn.optim import AdamW, Optimizer
+from tinygrad.nn.state import get_parameters, get_state_dict
+
+from minimal_uvit.model_tinygrad import UViT
+from minimal_uvit.train import PRESETS as TORCH_PRESETS
+from minimal_uvit.train import TrainConfig, check, draw, learning_rate, picture
+from posthoc_ema.ema_tinygrad import PowerFunctionEMA
+from posthoc_ema.snapshots import save_snapshots
+from shared.check import require
+from shared.data import load_data
+from shared.diffusion import Denoiser, EDMPrecond, VPPrecond, edm_loss, vp_loss
+from shared.run import Run, cli, validate
+from shared.tinygrad_backend import REMEDY, TorchFace, TorchState, convert, find_clang, to_tinygrad
+
+PRESETS: dict[str, TrainConfig] = {
+    name: replace(config, run=replace(config.run, out=Path(f"{config.run.out}_tinygrad"), device="cpu"))
+    for name, config in TORCH_PRESETS.items()
+}
+DIGITS = PRESETS["digits"]
+PRESETS["digits"] = replace(
+    DIGITS, net=replace(DIGITS.net, width=64, num_heads=2), batch_size=64, warmup=6_400,
+    run=replace(DIGITS.run, duration=96_000),
+)
+
+
+def compiled(
+    config: TrainConfig, objective: Callable, D: Denoiser, params: list[Tensor], optimizer: Optimizer
+) -> tuple[Callable, Callable]:
+    """What PyTorch does as it goes along: the backward pass, and the optimizer's step. TinyJit records the
+    kernels of each once and then replays them, so what changes from step to step is an argument."""
+
+    @TinyJit
+    def backward(images: Tensor, sigma: Tensor, noise: Tensor, labels: Tensor | None) -> list[Tensor]:
+        """Loss, gradient norm and gradients, each in a buffer of its own."""
+        total, grads = Tensor.zeros(()), [Tensor.zeros(p.shape) for p in params]
+        for k in range(config.accumulate):
+            part = slice(k, None, config.accumulate)
+            y = None if labels is None else labels[part]
+            loss = objective(D, images[part], sigma[part], noise[part], y).sum() / config.batch_size
+            grads = [grad + g for grad, g in zip(grads, loss.gradient(*params), strict=True)]
+            total = total + loss
+        Tensor.realize(total, *grads)
+        power = Tensor.zeros(())
+        for grad in grads:  # one at a time: a kernel takes at most 63 arguments
+            power = (power + grad.square().sum()).contiguous()
+        return [total, power.sqrt(), *grads]
+
+    @TinyJit
+    def step(lr: Tensor, *grads: Tensor) -> None:
+        optimizer.lr.assign(lr)
+        for p, grad in zip(params, grads, strict=True):
+            p.grad = grad
+        optimizer.step()
+
+    return backward, step
+
+
+def train(config: TrainConfig) -> None:
+    """Train, or go on training, what `config` says. ValueError for what cannot work; DivergedError."""
+    require(find_clang(), REMEDY)
+    require(config.precision == "float32", f"precision is {config.precision}: tinygrad trains in float32")
+    require(config.run.device in ("auto", "cpu"), "device is PyTorch's: set DEV to choose tinygrad's")
+    train_set, validation_set = load_data(config.data)
+    check(config, train_set)
+    if not config.net.num_classes:  # it is shown no labels
+        train_set.labels = validation_set.labels = None
+    recipe = asdict(config) | {"framework": "tinygrad"}
+    del recipe["run"]
+    with Run(replace(config.run, device="cpu"), recipe) as run, Context(TRAINING=1):
+        require(run.world == 1, "tinygrad trains in one process: leave torchrun out")
+        Tensor.manual_seed(config.seed)
+        net, averaged = UViT(config.net), UViT(config.net)
+        params = get_parameters(net)
+        optimizer = AdamW(params, config.lr, *config.betas, weight_decay=config.weight_decay)
+        ema = PowerFunctionEMA(net, config.sigma_rels)
+        parts = dict(optimizer=TorchState(optimizer), ema=TorchState(ema))  # the weights are the optimizer's
+        run.resume(**parts)
+
+        precond, objective = (EDMPrecond, edm_loss) if config.objective == "edm" else (VPPrecond, vp_loss)
+        D = precond(net)
+        D_averaged = precond(TorchFace(averaged, config.batch_size))
+        header = {
+            "network": "minimal_uvit", "config": recipe["net"], "objective": config.objective,
+            "latent_mean": train_set.latent_mean, "latent_std": train_set.latent_std,
+        }
+
+        backward, step = compiled(config, objective, D, params, optimizer)
+        for images, labels in run.batches(train_set, config.batch_size, config.seed, config.data.flip):
+            sigma, noise, keep = draw(config, run, images.shape[1:])
+            if labels is not None and config.label_dropout:
+                labels = labels.where(keep, config.net.num_classes - 1)
+
+            total, norm, *grads = backward(*convert([images, sigma, noise, labels], to_tinygrad))
+            if run.record(total.item(), norm.item()):
+                step(Tensor([learning_rate(config, run.nimg)]), *grads)
+                ema.update(run.nimg)
+
+            if run.due(config.run.sample_every):
+                weights = ema.weights(config.sigma_rels[0])
+                Tensor.realize(*(w.assign(weights[name]) for name, w in get_state_dict(averaged).items()))
+                run.log(validation=validate(D_averaged, validation_set, run.device))
+                picture(run, D_averaged, config.net)
+            elif run.due(config.run.log_every):
+                run.log()
+            if run.due(config.run.snapshot_every):
+                save_snapshots(run.folder / "snapshots", ema, header, config.run.snapshot_precision)
+            if run.due(config.run.checkpoint_every) or run.signal:
+                run.save(**parts)
+
+
+if __name__ == "__main__":
+    cli(train, PRESETS, "Train a U-ViT in tinygrad: digits without an argument, or a preset and options.")
