@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from shared.check import require
 from shared.diffusion import Array, Denoiser, exp, log, per_image
 
-Steps = int | NDArray[np.int64]  # one step for all images, or (B,)
+Steps = int | NDArray[np.int64] | Array  # one step for all images, or (B,), which tinygrad takes as its own
 Net = Callable[[Array, Array, Array | None], Array]  # (x, timesteps, labels) -> eps, or eps and v (2C)
 Gradient = Callable[[Array, Array], Array]  # (x, timesteps) -> gradient of s log p(y | x), of x's shape
 Noise = Callable[[int], Array]  # k -> standard-normal noise of the k-th step that a sampler takes
@@ -87,8 +87,8 @@ def like(x: Array, values: NDArray) -> Array:
 def at(table: NDArray, t: Steps, x: Array) -> Array | float:
     """table[t]: a number for one step, (B, 1, 1, 1) like x for one an image. Rounded to float32, as in the
     released code, so that even in float64 we sample what it samples."""
-    values = table.astype(np.float32)[t]
-    return float(values) if isinstance(t, int) else per_image(like(x, values))
+    table = table.astype(np.float32)
+    return float(table[t]) if isinstance(t, int) else per_image(like(x, table)[t])
 
 
 class IDDPM:
@@ -140,7 +140,7 @@ class IDDPM:
 
     def timesteps(self, x_t: Array, t: Steps) -> Array:
         """(B,): what networks are told at step t."""
-        return x_t[:, 0, 0, 0] * 0 + float(self.times[t]) if isinstance(t, int) else like(x_t, self.times[t])
+        return x_t[:, 0, 0, 0] * 0 + float(self.times[t]) if isinstance(t, int) else like(x_t, self.times)[t]
 
     def call(self, net: Net, x_t: Array, t: Steps, labels: Array | None) -> tuple[Array, Array | None]:
         """The network's eps, and v where the variance is learned."""

@@ -16,7 +16,7 @@ Guidance is guide + w (D - guide). `ancestral` and `ddim` take any network; wher
 or w guides it, the variance is the process's own, beta_tilde.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -33,11 +33,11 @@ from adm_unet.model import build as build_net
 from adm_unet.official import read_official
 from adm_unet.tasks import Schedule, beside, classifier_gradient, denoiser, make_process, noise_predictor
 from posthoc_ema.reconstruct import read_average
+from posthoc_ema.samples import require_fits, save_images
 from posthoc_ema.snapshots import config_from_dict
 from shared.check import require
 from shared.data import DataConfig, load_data
 from shared.diffusion import SIGMA_MAX, SIGMA_MIN
-from shared.figures import require_fits, save_images
 from shared.files import load_strictly
 from shared.run import cli, find_device
 from shared.samplers import SAMPLERS, guided, seed_noise, sigma_steps, unlabelled
@@ -71,6 +71,7 @@ class SampleConfig:
     preset: str = "imagenet64"  # the network in the released file
     classifier_preset: str = "classifier64"  # the classifier in a released .pt file
     batch_size: int = 64  # images drawn at a time
+    backend: Literal["torch", "tinygrad"] = "torch"  # what runs the network; DEV sets tinygrad's device
     device: str = "auto"  # torch device; auto: CUDA where there is one, else the CPU
 
     def __post_init__(self) -> None:
@@ -95,7 +96,7 @@ class SampleConfig:
 class Model:
     """A network, what it was trained for and on which process; called, its D(x; sigma, labels)."""
 
-    net: Encoder
+    net: Callable
     objective: str  # edm, a loss of iddpm, or classifier
     schedule: Schedule
     num_steps: int = 1000
@@ -107,16 +108,27 @@ class Model:
         return denoiser(self.net, self.objective, self.process())(x, sigma, labels)
 
 
-def build(weights: dict[str, Tensor], header: dict, device: str = "cpu") -> Model:
+def place(net: Encoder, device: str, backend: str) -> Callable:
+    """The network in evaluation mode on its device, or its tinygrad twin of the same weights."""
+    if backend == "torch":
+        return net.to(device).eval().requires_grad_(False)
+    from adm_unet.model_tinygrad import build as build_twin  # here, so that PyTorch's side needs no tinygrad
+    from posthoc_ema.tinygrad_bridge import TorchFace
+
+    return TorchFace(build_twin(net.config), net.state_dict())
+
+
+def build(weights: dict[str, Tensor], header: dict, device: str = "cpu", backend: str = "torch") -> Model:
     """The model, in evaluation mode, of a snapshot's weights and header. ValueError where they misfit."""
     require(header["network"] == "adm_unet", f"the network is {header['network']}, not an ADM")
     net = build_net(config_from_dict(ADMConfig, header["config"]))
     load_strictly(net, weights)
-    net = net.to(device).eval().requires_grad_(False)
-    return Model(net, header["objective"], header["schedule"], header["num_steps"])
+    return Model(place(net, device, backend), header["objective"], header["schedule"], header["num_steps"])
 
 
-def load(path: Path, sigma_rel: float | None = None, device: str = "cpu") -> tuple[Model, dict]:
+def load(
+    path: Path, sigma_rel: float | None = None, device: str = "cpu", backend: str = "torch"
+) -> tuple[Model, dict]:
     """The model of a snapshot, or of a run's last one, and the snapshot's header; an average of a length that
     the run did not track is reconstructed.
 
@@ -124,14 +136,14 @@ def load(path: Path, sigma_rel: float | None = None, device: str = "cpu") -> tup
     """
     weights, header = read_average(path, sigma_rel)
     try:
-        return build(weights, header, device), header
+        return build(weights, header, device, backend), header
     except (ValueError, KeyError, TypeError, AttributeError) as error:  # a damaged header may lack anything
         raise ValueError(f"{path}: {error}") from error
 
 
-def load_released(path: Path, preset: str, device: str) -> Model:
+def load_released(path: Path, preset: str, device: str, backend: str = "torch") -> Model:
     """A released network, with the process that it was trained on."""
-    net = read_official(path, PRESETS[preset]).to(device).eval().requires_grad_(False)
+    net = place(read_official(path, PRESETS[preset]), device, backend)
     kind = "classifier" if net.config.pool else "hybrid"
     return Model(net, kind, "cosine" if net.config.img_size == 64 else "linear")
 
@@ -153,7 +165,7 @@ def draw(
     def noise(stream: int) -> Tensor:
         return torch.from_numpy(seed_noise(seeds, shape, stream)).to(device)
 
-    def counted(net: Encoder):
+    def counted(net: Callable):
         def call(x: Tensor, *args: Tensor | None) -> Tensor:
             if progress is not None:
                 progress.update(len(x))
@@ -190,7 +202,7 @@ def load_guide(config: SampleConfig, device: torch.device) -> Model | None:
     """The network to guide with: another one's, or another average of the same run. None: none was given."""
     if config.guide is None and config.guide_sigma_rel is None:
         return None
-    return load(config.guide or config.source, config.guide_sigma_rel, device)[0]
+    return load(config.guide or config.source, config.guide_sigma_rel, device, config.backend)[0]
 
 
 def choose_labels(config: SampleConfig, classes: int, known: np.ndarray | None) -> list[int] | None:
@@ -222,9 +234,10 @@ def small_images(config: SampleConfig, net: ADMConfig) -> tuple[Tensor | None, n
 def sample(config: SampleConfig) -> None:
     device = find_device(config.device)
     if config.official:
-        model, header = load_released(config.official, config.preset, device), {"latent_mean": None}
+        model = load_released(config.official, config.preset, device, config.backend)
+        header = {"latent_mean": None}
     else:
-        model, header = load(config.source, config.sigma_rel, device)
+        model, header = load(config.source, config.sigma_rel, device, config.backend)
     net = model.net.config
     require(not net.pool, "this is a classifier: it guides, with --classifier, and draws nothing itself")
     require_fits(config.out, header)

@@ -14,12 +14,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from einops import reduce
 from torch import Tensor
 
-from adm_unet.iddpm import IDDPM, SCHEDULES, Gradient, Net, losses, space_timesteps
+from adm_unet.iddpm import IDDPM, SCHEDULES, Gradient, Net, like, losses, space_timesteps
 from adm_unet.model import ADMConfig
+from shared.check import require
 from shared.data import Dataset
-from shared.diffusion import Denoiser, EDMPrecond, edm_loss, per_image
+from shared.diffusion import Array, Denoiser, EDMPrecond, edm_loss, per_image
 from shared.figures import plot_losses, save_grid
 from shared.run import VALIDATION_SIGMAS, Run, validate
 from shared.samplers import heun, seed_noise, sigma_steps
@@ -33,12 +35,14 @@ def make_process(schedule: Schedule, num_steps: int, variance: str, spacing: str
     return IDDPM(SCHEDULES[schedule](num_steps), steps, variance, rescale=True)
 
 
-def shrink(images: Tensor, net: ADMConfig) -> Tensor | None:
-    """The small images that super-resolution enlarges; None for other networks."""
-    return F.interpolate(images, size=net.low_res, mode="area") if net.low_res else None
+def shrink(images: Array, net: ADMConfig) -> Array | None:
+    """The small images that super-resolution enlarges, means of squares; None for other networks."""
+    h = net.low_res
+    require(not h or net.img_size % h == 0, f"low_res is {h}: it must divide img_size {net.img_size}")
+    return reduce(images, "B C (h a) (w b) -> B C h w", "mean", h=h, w=h) if h else None
 
 
-def beside(net: Callable, low_res: Tensor | None) -> Net:
+def beside(net: Callable, low_res: Array | None) -> Net:
     """A network as `(x, timesteps, labels)`, its small images, if any, given."""
     if low_res is None:
         return net
@@ -50,12 +54,13 @@ def beside(net: Callable, low_res: Tensor | None) -> Net:
 
 def training_loss(
     net: Callable, config: ADMConfig, objective: str, process: IDDPM,
-    images: Tensor, labels: Tensor | None, level: Tensor | np.ndarray, noise: Tensor,
-) -> Tensor:
-    """One value an image: (B,)."""
+    images: Array, labels: Array | None, level: Array, noise: Array,
+) -> Array:
+    """One value an image: (B,). Arithmetic, of torch's or tinygrad's arrays."""
     if config.pool:
         x_t = process.noisy(images, level, noise)
-        return F.cross_entropy(net(x_t, process.timesteps(x_t, level)), labels, reduction="none")
+        log_p = net(x_t, process.timesteps(x_t, level)).log_softmax(1)         # B K
+        return -(log_p * (labels[:, None] == like(log_p, np.arange(config.num_classes)))).sum(1)
     net = beside(net, shrink(images, config))
     if objective == "edm":
         return edm_loss(EDMPrecond(net), images, level, noise, labels)

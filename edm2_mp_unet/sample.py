@@ -16,7 +16,7 @@ Guidance is guide + w (D - guide): by an unconditional network or the missing la
 guidance, by a smaller or less trained one, autoguidance.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -29,10 +29,10 @@ from tqdm import tqdm
 from edm2_mp_unet.model import Denoiser, EDM2Config
 from edm2_mp_unet.official import load_official, read_official_pickle
 from posthoc_ema.reconstruct import read_average
+from posthoc_ema.samples import require_fits, save_images
 from posthoc_ema.snapshots import config_from_dict
 from shared.check import require
 from shared.diffusion import SIGMA_MAX, SIGMA_MIN
-from shared.figures import require_fits, save_images
 from shared.files import load_strictly
 from shared.run import cli, find_device
 from shared.samplers import SAMPLERS, guided, seed_noise, sigma_steps, unlabelled
@@ -60,6 +60,7 @@ class SampleConfig:
     guide_sigma_rel: float | None = None  # the same for the guide
     official: Path | None = None  # a released .pkl file, instead of a run
     batch_size: int = 64  # images drawn at a time
+    backend: Literal["torch", "tinygrad"] = "torch"  # what runs the network; DEV sets tinygrad's device
     device: str = "auto"  # torch device; auto: CUDA where there is one, else the CPU
 
     def __post_init__(self) -> None:
@@ -74,15 +75,29 @@ class SampleConfig:
         require(self.churn == 0 or self.sampler != "dpmpp", "dpmpp is deterministic: it takes no churn")
 
 
-def build(weights: dict[str, torch.Tensor], header: dict, device: str = "cpu") -> Denoiser:
+def place(net: Denoiser, device: str, backend: str) -> Callable:
+    """The network in evaluation mode on its device, or its tinygrad twin of the same weights."""
+    if backend == "torch":
+        return net.to(device).eval().requires_grad_(False)
+    from edm2_mp_unet.model_tinygrad import Denoiser as Twin  # here, so that PyTorch's side needs no tinygrad
+    from posthoc_ema.tinygrad_bridge import TorchFace
+
+    return TorchFace(Twin(net.config), net.state_dict())
+
+
+def build(
+    weights: dict[str, torch.Tensor], header: dict, device: str = "cpu", backend: str = "torch"
+) -> Callable:
     """The denoiser, in evaluation mode, of a snapshot's weights and header. ValueError where they misfit."""
     require(header["network"] == "edm2_mp_unet", f"the network is {header['network']}, not an EDM2")
     net = Denoiser(config_from_dict(EDM2Config, header["config"]))
     load_strictly(net, weights)
-    return net.to(device).eval().requires_grad_(False)
+    return place(net, device, backend)
 
 
-def load(path: Path, sigma_rel: float | None = None, device: str = "cpu") -> tuple[Denoiser, dict]:
+def load(
+    path: Path, sigma_rel: float | None = None, device: str = "cpu", backend: str = "torch"
+) -> tuple[Callable, dict]:
     """The denoiser of a snapshot, or of a run's last one, in evaluation mode, and the snapshot's header; an
     average of a length that the run did not track is reconstructed. Or that of a released pickle.
 
@@ -93,20 +108,20 @@ def load(path: Path, sigma_rel: float | None = None, device: str = "cpu") -> tup
             config, weights = read_official_pickle(path)
             latents = config.get("img_channels") == len(LATENT_MEAN)
             mean, std = (LATENT_MEAN, LATENT_STD) if latents else (None, None)
-            net = load_official(config, weights).to(device).eval().requires_grad_(False)
+            net = place(load_official(config, weights), device, backend)
             return net, {"label_dropout": 0, "latent_mean": mean, "latent_std": std}
         weights, header = read_average(path, sigma_rel)
-        return build(weights, header, device), header
+        return build(weights, header, device, backend), header
     except (ValueError, KeyError, TypeError, AttributeError) as error:  # a damaged header may lack anything
         raise ValueError(f"{path}: {error}" if str(path) not in str(error) else str(error)) from error
 
 
 def draw(
-    D: Denoiser,
+    D: Callable,
     config: SampleConfig,
     seeds: Sequence[int],
     labels: Sequence[int] | None,
-    guide: Denoiser | None = None,
+    guide: Callable | None = None,
     progress: tqdm | None = None,
 ) -> np.ndarray:
     """One batch: images float32 (B, C, H, W), unclipped, of the given seeds and labels."""
@@ -130,11 +145,11 @@ def draw(
         return SAMPLERS[config.sampler](D_w, noise(0), y, sigmas, **churn).cpu().numpy()
 
 
-def load_guide(config: SampleConfig, device: torch.device) -> Denoiser | None:
+def load_guide(config: SampleConfig, device: torch.device) -> Callable | None:
     """The network to guide with: another one's, or another average of the same run. None: none was given."""
     if config.guide is None and config.guide_sigma_rel is None:
         return None
-    return load(config.guide or config.source, config.guide_sigma_rel, device)[0]
+    return load(config.guide or config.source, config.guide_sigma_rel, device, config.backend)[0]
 
 
 def choose_labels(config: SampleConfig, classes: int) -> list[int] | None:
@@ -161,7 +176,7 @@ def check_guide(
 
 def sample(config: SampleConfig) -> None:
     device = find_device(config.device)
-    D, header = load(config.official or config.source, config.sigma_rel, device)
+    D, header = load(config.official or config.source, config.sigma_rel, device, config.backend)
     require_fits(config.out, header)
     guide = load_guide(config, device)
     check_guide(config, D.config, guide.config if guide else None, header["label_dropout"])

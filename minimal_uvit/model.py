@@ -197,7 +197,9 @@ class UViT(nn.Module):
         if self.config.null_class and labels is None:
             labels = torch.full((len(x),), self.config.num_classes - 1, device=x.device)
         patches = rearrange(self.patch_embed(x), "B D h w -> B (h w) D")
-        time = self.time_embed(timestep_embedding(timesteps, self.config.width))  # B D
+        time = timestep_embedding(timesteps, self.config.width)                # B D
+        if self.config.mlp_time_embed:
+            time = self.time_embed(time)
         tokens = [time[:, None], patches]
         if labels is not None:
             tokens.insert(0, self.label_embed(labels)[:, None])

@@ -38,7 +38,7 @@ class Linear(nn.Linear):
     """Stores its input and gradient: fused into a product, they would be computed anew for each output."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        return super().__call__(x.contiguous()).contiguous_backward()
+        return super().__call__(x.contiguous()).contiguous().contiguous_backward()
 
 
 def linear(inputs: int, outputs: int, bias: bool = True) -> Linear:
@@ -58,7 +58,8 @@ class Attention:
 
     def __call__(self, x: Tensor) -> Tensor:
         q, k, v = rearrange(self.qkv(x), "B L (K h d) -> K B h L d", K=3, h=self.num_heads)
-        x = q.scaled_dot_product_attention(k, v)                               # B h L d
+        weights = (q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])).softmax()   # B h L L
+        x = weights.contiguous() @ v                                           # B h L d
         return self.proj(rearrange(x, "B h L d -> B L (h d)"))
 
 

@@ -14,7 +14,7 @@ whatever the batch size, to float32 rounding.
 Guidance is guide + w (D - guide); the scale s that U-ViT's paper gives is w = 1 + s.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -27,14 +27,13 @@ from tqdm import tqdm
 from minimal_uvit.model import PRESETS, UViT, UViTConfig
 from minimal_uvit.official import read_official
 from posthoc_ema.reconstruct import read_average
+from posthoc_ema.samples import require_fits, save_images
 from posthoc_ema.snapshots import config_from_dict
 from shared.check import require
 from shared.diffusion import SIGMA_MAX, SIGMA_MIN, EDMPrecond, VPPrecond, vp_sigma
-from shared.figures import require_fits, save_images
 from shared.files import load_strictly
 from shared.run import cli, find_device
 from shared.samplers import SAMPLERS, guided, seed_noise, sigma_steps, unlabelled
-from shared.tinygrad_backend import REMEDY, TorchFace, find_clang
 
 Precond = EDMPrecond | VPPrecond
 
@@ -59,7 +58,7 @@ class SampleConfig:
     official: Path | None = None  # a released .pth file, instead of a run
     preset: str = "s2_cifar10"  # the network in the released file
     batch_size: int = 64  # images drawn at a time
-    backend: Literal["torch", "tinygrad"] = "torch"  # framework of the network; set DEV for tinygrad's device
+    backend: Literal["torch", "tinygrad"] = "torch"  # what runs the network; DEV sets tinygrad's device
     device: str = "auto"  # torch device; auto: CUDA where there is one, else the CPU
 
     def __post_init__(self) -> None:
@@ -75,16 +74,14 @@ class SampleConfig:
         require(self.churn == 0 or self.sampler != "dpmpp", "dpmpp is deterministic: it takes no churn")
 
 
-def place(net: UViT, device: str, backend: str) -> UViT | TorchFace:
-    """The network in evaluation mode on its device, or its tinygrad twin with the same weights."""
+def place(net: UViT, device: str, backend: str) -> Callable:
+    """The network in evaluation mode on its device, or its tinygrad twin of the same weights."""
     if backend == "torch":
         return net.to(device).eval().requires_grad_(False)
-    require(find_clang(), REMEDY)
-    from minimal_uvit.model_tinygrad import UViT as TinygradUViT  # slow to import
+    from minimal_uvit.model_tinygrad import UViT as Twin  # here, so that PyTorch's side needs no tinygrad
+    from posthoc_ema.tinygrad_bridge import TorchFace
 
-    twin = TinygradUViT(net.config)
-    load_strictly(twin, net.state_dict())
-    return TorchFace(twin)
+    return TorchFace(Twin(net.config), net.state_dict())
 
 
 def build(

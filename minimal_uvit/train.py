@@ -29,7 +29,7 @@ from posthoc_ema.ema import PowerFunctionEMA
 from posthoc_ema.snapshots import require_lengths, save_snapshots
 from shared.check import require
 from shared.data import DataConfig, Dataset, load_data
-from shared.diffusion import EDMPrecond, VPPrecond, edm_loss, log_normal_sigma, vp_loss, vp_uniform_sigma
+from shared.diffusion import EDMPrecond, VPPrecond, edm_loss, log_normal_sigma, mse, vp_uniform_sigma
 from shared.figures import plot_losses, save_grid
 from shared.run import Run, RunConfig, cli, validate
 from shared.samplers import heun, seed_noise, sigma_steps
@@ -109,6 +109,11 @@ PRESETS: dict[str, TrainConfig] = {
 def learning_rate(config: TrainConfig, nimg: int) -> float:
     """Linear warm-up, then constant."""
     return config.lr * min(1.0, nimg / max(config.warmup, 1))
+
+
+# Noise prediction |n - F|^2, section 2: what is left of D's error over sigma^2.
+def vp_loss(D: VPPrecond, images: Tensor, sigma: Tensor, noise: Tensor, labels: Tensor | None) -> Tensor:
+    return mse(D, images, sigma, noise, labels) / (sigma * sigma)
 
 
 def check(config: TrainConfig, dataset: Dataset) -> None:

@@ -1,7 +1,8 @@
-"""Train a U-ViT in tinygrad: the twin of `train.py`, whose configs, data order and randomness it shares.
+"""Train a U-ViT in tinygrad: the twin of `train.py`, whose configs, first weights, data and noise it shares.
 
-Papers: as in `train.py`. From the same weights, both frameworks see the same batches, noise levels and noise,
-and their losses agree; their folders and snapshots have one format, and `sample.py` draws from either's.
+Papers: as in `train.py`. Of one config and seed both frameworks start from the same weights and see the same
+batches, noise levels and noise: their losses agree for as long as rounding allows. Folders and snapshots have
+one format, and `sample.py` draws from either's.
 
     python minimal_uvit/train_tinygrad.py                            # digits, 10 minutes on a laptop's CPU
     python minimal_uvit/train_tinygrad.py s2_cifar10 --objective vp
@@ -9,31 +10,34 @@ and their losses agree; their folders and snapshots have one format, and `sample
 
 Reading order: `PRESETS`, `compiled`, `train`. Ctrl-C saves and stops; the same command goes on.
 
-Deviations: one process, float32; TinyJit compiles in any case. The digits network is smaller than PyTorch's,
-because tinygrad's matrix products on a CPU take several times as long.
+Deviations: one process, float32; TinyJit compiles in any case. Validation and pictures are PyTorch's, of the
+same averaged weights. The digits network is smaller than PyTorch's: on a CPU tinygrad's matrix products take
+several times as long.
 """
 
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import torch
 from tinygrad import Context, Tensor, TinyJit
 from tinygrad.nn.optim import AdamW, Optimizer
-from tinygrad.nn.state import get_parameters, get_state_dict
+from tinygrad.nn.state import get_parameters
 
+from minimal_uvit.model import UViT as TorchUViT
 from minimal_uvit.model_tinygrad import UViT
 from minimal_uvit.train import PRESETS as TORCH_PRESETS
-from minimal_uvit.train import TrainConfig, check, draw, learning_rate, picture
+from minimal_uvit.train import TrainConfig, check, draw, learning_rate, picture, vp_loss
 from posthoc_ema.ema_tinygrad import PowerFunctionEMA
 from posthoc_ema.snapshots import save_snapshots
+from posthoc_ema.tinygrad_bridge import TorchState, convert, find_clang, load_torch, to_tinygrad, to_torch
 from shared.check import require
 from shared.data import load_data
-from shared.diffusion import Denoiser, EDMPrecond, VPPrecond, edm_loss, vp_loss
+from shared.diffusion import Denoiser, EDMPrecond, VPPrecond, edm_loss
 from shared.run import Run, cli, validate
-from shared.tinygrad_backend import REMEDY, TorchFace, TorchState, convert, find_clang, to_tinygrad
 
 PRESETS: dict[str, TrainConfig] = {
-    name: replace(config, run=replace(config.run, out=Path(f"{config.run.out}_tinygrad"), device="cpu"))
+    name: replace(config, run=replace(config.run, out=Path(f"{config.run.out}_tinygrad")))
     for name, config in TORCH_PRESETS.items()
 }
 DIGITS = PRESETS["digits"]
@@ -77,7 +81,7 @@ def compiled(
 
 def train(config: TrainConfig) -> None:
     """Train, or go on training, what `config` says. ValueError for what cannot work; DivergedError."""
-    require(find_clang(), REMEDY)
+    find_clang()
     require(config.precision == "float32", f"precision is {config.precision}: tinygrad trains in float32")
     require(config.run.device in ("auto", "cpu"), "device is PyTorch's: set DEV to choose tinygrad's")
     train_set, validation_set = load_data(config.data)
@@ -88,23 +92,22 @@ def train(config: TrainConfig) -> None:
     del recipe["run"]
     with Run(replace(config.run, device="cpu"), recipe) as run, Context(TRAINING=1):
         require(run.world == 1, "tinygrad trains in one process: leave torchrun out")
-        Tensor.manual_seed(config.seed)
-        net, averaged = UViT(config.net), UViT(config.net)
-        params = get_parameters(net)
+        torch.manual_seed(config.seed)
+        averaged = TorchUViT(config.net).eval().requires_grad_(False)  # PyTorch's first weights
+        net = load_torch(UViT(config.net), averaged.state_dict())
+        params = [p for p in get_parameters(net) if p.is_param]
         optimizer = AdamW(params, config.lr, *config.betas, weight_decay=config.weight_decay)
         ema = PowerFunctionEMA(net, config.sigma_rels)
         parts = dict(optimizer=TorchState(optimizer), ema=TorchState(ema))  # the weights are the optimizer's
         run.resume(**parts)
 
         precond, objective = (EDMPrecond, edm_loss) if config.objective == "edm" else (VPPrecond, vp_loss)
-        D = precond(net)
-        D_averaged = precond(TorchFace(averaged, config.batch_size))
         header = {
             "network": "minimal_uvit", "config": recipe["net"], "objective": config.objective,
             "latent_mean": train_set.latent_mean, "latent_std": train_set.latent_std,
         }
 
-        backward, step = compiled(config, objective, D, params, optimizer)
+        backward, step = compiled(config, objective, precond(net), params, optimizer)
         for images, labels in run.batches(train_set, config.batch_size, config.seed, config.data.flip):
             sigma, noise, keep = draw(config, run, images.shape[1:])
             if labels is not None and config.label_dropout:
@@ -116,10 +119,9 @@ def train(config: TrainConfig) -> None:
                 ema.update(run.nimg)
 
             if run.due(config.run.sample_every):
-                weights = ema.weights(config.sigma_rels[0])
-                Tensor.realize(*(w.assign(weights[name]) for name, w in get_state_dict(averaged).items()))
-                run.log(validation=validate(D_averaged, validation_set, run.device))
-                picture(run, D_averaged, config.net)
+                averaged.load_state_dict(convert(ema.weights(config.sigma_rels[0]), to_torch))
+                run.log(validation=validate(precond(averaged), validation_set, run.device))
+                picture(run, precond(averaged), config.net)
             elif run.due(config.run.log_every):
                 run.log()
             if run.due(config.run.snapshot_every):

@@ -35,7 +35,6 @@ from posthoc_ema.ema import SIGMA_REL_MAX, sigma_rel_to_gamma
 from posthoc_ema.pickles import read_official_pickle
 from shared.check import require
 from shared.files import write_whole
-from shared.tinygrad_backend import convert, to_torch
 
 NAME = re.compile(r"(?:[^.].*-)?(\d+)-(\d*\.\d+)\.(safetensors|pt|pkl)")  # a dot first: left by a kill
 PRECISIONS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -47,7 +46,8 @@ def snapshot_path(folder: Path, nimg: int, sigma_rel: float) -> Path:
 
 def save_snapshot(path: Path, weights: dict[str, Any], header: dict, precision: str = "float32") -> None:
     """Write weights, torch's or tinygrad's, as `precision`, a key of PRECISIONS, under `header`."""
-    dtype, weights = PRECISIONS[precision], convert(weights, to_torch)
+    dtype = PRECISIONS[precision]
+    weights = {k: v if isinstance(v, Tensor) else torch.from_numpy(v.numpy()) for k, v in weights.items()}
     cast = {k: (v.to(dtype) if v.is_floating_point() else v).cpu().contiguous() for k, v in weights.items()}
     write_whole(path, lambda file: save_file(cast, file.name, {"header": json.dumps(header)}))
 

@@ -93,7 +93,7 @@ class VPPrecond:
         return x - per_image(sigma) * self.net(per_image(c_in) * x, 999 * vp_time(sigma), labels)
 
 
-def squared_error(D: Denoiser, images: Array, sigma: Array, noise: Array, labels: Array | None) -> Array:
+def mse(D: Denoiser, images: Array, sigma: Array, noise: Array, labels: Array | None) -> Array:
     """Mean squared error of denoising `images + sigma * noise`, one value an image: (B,)."""
     error = D(images + per_image(sigma) * noise, sigma, labels) - images
     return (error * error).mean((1, 2, 3))
@@ -102,9 +102,4 @@ def squared_error(D: Denoiser, images: Array, sigma: Array, noise: Array, labels
 def edm_loss(D: Denoiser, images: Array, sigma: Array, noise: Array, labels: Array | None = None) -> Array:
     """EDM Eq. 2 with lambda(sigma) of table 1, the mean over pixels, one value an image: (B,)."""
     weight = (sigma * sigma + SIGMA_DATA**2) / (sigma * SIGMA_DATA) ** 2
-    return weight * squared_error(D, images, sigma, noise, labels)
-
-
-def vp_loss(D: Denoiser, images: Array, sigma: Array, noise: Array, labels: Array | None = None) -> Array:
-    """Noise prediction |n - F|^2, U-ViT section 2, the mean over pixels, one value an image: (B,)."""
-    return squared_error(D, images, sigma, noise, labels) / (sigma * sigma)
+    return weight * mse(D, images, sigma, noise, labels)

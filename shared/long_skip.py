@@ -71,19 +71,13 @@ class CalibrationNetwork(nn.Module):
 class LongSkipScaling(nn.Module):
     """kappa_i for each of N long skips.
 
-    Args:
-        config: the kind of scaling and its constants.
-        widths: length of each pooled skip, outermost first: its channels in a UNet, its tokens in U-ViT.
-        pool_dims: what the learnable kinds average over: space, `(2, 3)`, leaves a coefficient per channel;
-            channels, `(2,)`, one per token.
-        layer: `layer(inputs, outputs)` makes a calibration network's layers.
+    `widths` are the lengths of the pooled skips, outermost first: channels in a UNet, tokens in U-ViT.
+    `pool_dims` is what the learnable kinds average over: space, (2, 3), leaves a coefficient per channel;
+    channels, (2,), one per token. `layer(inputs, outputs)` makes a calibration network's layers.
     """
 
     def __init__(
-        self,
-        config: LongSkipConfig,
-        widths: Sequence[int],
-        pool_dims: tuple[int, ...],
+        self, config: LongSkipConfig, widths: Sequence[int], pool_dims: tuple[int, ...],
         layer: Callable[[int, int], nn.Module] = nn.Linear,
     ):
         super().__init__()

@@ -1,20 +1,17 @@
 """Long-skip scaling in tinygrad: the twin of `long_skip.py`, which says what it is about."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from tinygrad import Tensor, nn
 
 from shared.long_skip import LongSkipConfig, long_skip_coefficients
-from shared.tinygrad_backend import find_clang
-
-Layer = Callable[[int, int], Callable[[Tensor], Tensor]]  # (inputs, outputs) -> layer
-find_clang()  # every twin comes by here before it compiles anything
 
 
 class CalibrationNetwork:
     """Squeeze-and-excitation of a pooled skip: (B, width) -> kappa in (0, 1), (B, width). Section 4.2."""
 
-    def __init__(self, width: int, reduction: int, layer: Layer):
+    def __init__(self, width: int, reduction: int, layer: Callable[[int, int], Callable]):
         hidden = max(1, width // reduction)
         self.fc1 = layer(width, hidden)
         self.fc2 = layer(hidden, width)
@@ -27,16 +24,16 @@ class LongSkipScaling:
     """kappa_i for each of N long skips; arguments as in `long_skip.py`."""
 
     def __init__(
-        self, config: LongSkipConfig, widths: list[int], pool_dims: tuple[int, ...], layer: Layer = nn.Linear
+        self, config: LongSkipConfig, widths: Sequence[int], pool_dims: tuple[int, ...],
+        layer: Callable[[int, int], Callable] = nn.Linear,
     ):
         self.config = config
         self.widths = list(widths)
         self.pool_dims = pool_dims
         if config.learnable:
             keys = {self.key(i): width for i, width in enumerate(self.widths, start=1)}
-            self.networks = {
-                key: CalibrationNetwork(width, config.reduction, layer) for key, width in keys.items()
-            }
+            network = partial(CalibrationNetwork, reduction=config.reduction, layer=layer)
+            self.networks = {key: network(width) for key, width in keys.items()}
         else:
             self.coefficients = long_skip_coefficients(config.kind, config.kappa, len(self.widths))
 
@@ -45,8 +42,7 @@ class LongSkipScaling:
         return str(i if self.config.kind == "learnable" else self.widths[i - 1])
 
     def kappa(self, skip: Tensor, i: int) -> Tensor | float:
-        """kappa_i, i = 1 outermost: a number, or a tensor of 1 in the pooled dimensions and the batch and
-        width of `skip` in the others."""
+        """kappa_i, i = 1 outermost: a number, or a tensor with 1 in the pooled dimensions of `skip`."""
         if not self.config.learnable:
             return self.coefficients[i - 1]
         kappa = self.networks[self.key(i)](skip.mean(self.pool_dims))

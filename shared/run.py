@@ -226,8 +226,7 @@ class Run:
         self.losses.append(loss if finite else None)
         if self.skipped >= MAX_SKIPPED:
             told = f"loss or gradient was not finite in {MAX_SKIPPED} steps in a row, to {self.nimg} images"
-            where = f"look for a rising loss in {self.folder / 'log.jsonl'}, then lower lr or check the data"
-            raise DivergedError(f"{told}: {where}")
+            raise DivergedError(f"{told}: see {self.folder / 'log.jsonl'}, then lower lr or check the data")
         return finite
 
     def log(self, **values: Any) -> None:

@@ -45,16 +45,9 @@ def at_sigma(D: Denoiser, x: Array, sigma: float, labels: Array | None) -> Array
 
 # EDM Algorithm 2: Heun's method with stochastic churn; S_churn = 0 leaves Algorithm 1, the deterministic one.
 def heun(
-    D: Denoiser,
-    noise: Array,
-    labels: Array | None,
-    sigmas: Sequence[float],
-    S_churn: float = 0,
-    S_min: float = 0,
-    S_max: float = math.inf,
-    S_noise: float = 1,
-    churn_noise: Callable[[int], Array] | None = None,
-    second_order: bool = True,
+    D: Denoiser, noise: Array, labels: Array | None, sigmas: Sequence[float],
+    S_churn: float = 0, S_min: float = 0, S_max: float = math.inf, S_noise: float = 1,
+    churn_noise: Callable[[int], Array] | None = None, second_order: bool = True,
 ) -> Array:
     """2 N - 1 calls of D in N steps; N without `second_order`, which is Euler's method. S_churn > 0 adds
     fresh noise before each step within [S_min, S_max]: `churn_noise(k)` in the k-th of these, from 0."""

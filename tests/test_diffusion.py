@@ -7,13 +7,13 @@ import pytest
 import torch
 from golden_cases import MATH, array
 
+from minimal_uvit.train import vp_loss
 from shared.diffusion import (
     EDMPrecond,
     VPPrecond,
     edm_loss,
     log_normal_sigma,
     vp_alpha_bar,
-    vp_loss,
     vp_sigma,
     vp_time,
     vp_uniform_sigma,
@@ -176,7 +176,7 @@ def test_losses():
     zero = lambda x, sigma, labels=None: 0 * x
     assert edm_loss(zero, y, sigma, n) == pytest.approx((sigma**2 + 0.25) / (0.5 * sigma) ** 2 * 0.25)
     # a network that predicts F = 0: the loss is |n|^2 = 1 at every sigma
-    assert vp_loss(VPPrecond(lambda x, t, labels: 0 * x), y, sigma, n) == pytest.approx([1, 1])
+    assert vp_loss(VPPrecond(lambda x, t, labels: 0 * x), y, sigma, n, None) == pytest.approx([1, 1])
     # F = 0 under EDM: D = c_skip x, and for unit-variance data of 0.5 the weighted loss is 1 on average
     rng = np.random.default_rng(0)
     y, n = 0.5 * rng.standard_normal((4, 1, 99, 99)), rng.standard_normal((4, 1, 99, 99))
@@ -190,6 +190,6 @@ def test_torch_equals_numpy():
     sigma = np.array([0.01, 1, 50])
     for precond, loss in ((EDMPrecond, edm_loss), (VPPrecond, vp_loss)):
         net = lambda x, t, labels: tanh(x) * t.reshape(-1, 1, 1, 1) / 1000
-        expected = loss(precond(net), y, sigma, n)
-        ours = loss(precond(net), *map(torch.from_numpy, (y, sigma, n)))
+        expected = loss(precond(net), y, sigma, n, None)
+        ours = loss(precond(net), *map(torch.from_numpy, (y, sigma, n)), None)
         np.testing.assert_allclose(ours.numpy(), expected, rtol=1e-12)

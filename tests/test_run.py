@@ -174,7 +174,7 @@ def test_non_finite_steps_are_skipped(tmp_path, monkeypatch):
 
 def test_ten_non_finite_steps_end_a_run(tmp_path, monkeypatch):
     monkeypatch.setattr(uvit, "edm_loss", lambda *args: loss_nan(*args))
-    with pytest.raises(DivergedError, match=r"10 steps in a row, to 320 images: look .*log\.jsonl"):
+    with pytest.raises(DivergedError, match=r"10 steps in a row, to 320 images: see .*log\.jsonl"):
         train(tiny(tmp_path, duration=640))
 
 

@@ -14,9 +14,10 @@ from minimal_uvit.model import UViT, UViTConfig
 from minimal_uvit.official import load_official
 from minimal_uvit.sample import SampleConfig, choose_labels, draw, load, sample
 from minimal_uvit.train import TrainConfig, train
+from posthoc_ema.samples import save_images
 from posthoc_ema.snapshots import save_snapshot
 from shared.diffusion import EDMPrecond, VPPrecond
-from shared.figures import save_grid, save_images, to_uint8
+from shared.figures import save_grid, to_uint8
 from shared.run import RunConfig
 from shared.samplers import heun, seed_noise, sigma_steps
 

@@ -25,8 +25,9 @@ import posthoc_ema.ema as torch_ema
 from minimal_uvit.model import UViTConfig
 from minimal_uvit.model_tinygrad import UViT
 from minimal_uvit.official import load_official, official_name
+from minimal_uvit.train import vp_loss
 from posthoc_ema.ema_tinygrad import PowerFunctionEMA, TraditionalEMA
-from shared.diffusion import EDMPrecond, VPPrecond, edm_loss, log_normal_sigma, vp_loss, vp_uniform_sigma
+from shared.diffusion import EDMPrecond, VPPrecond, edm_loss, log_normal_sigma, vp_uniform_sigma
 from shared.long_skip import Kind, LongSkipConfig
 from shared.samplers import dpmpp_2m, guided, heun, sigma_steps, unlabelled
 
@@ -191,5 +192,5 @@ def test_losses():
         values = []
         for tensor in (Tensor, torch.from_numpy):
             sigma = levels(tensor(draws))
-            values.append(loss(precond(net), tensor(y), sigma, tensor(n)))
+            values.append(loss(precond(net), tensor(y), sigma, tensor(n), None))
         assert error(*values) <= 1e-5

@@ -2,18 +2,20 @@
 
 import os
 
+os.environ.setdefault("DEV", "CPU")
+
 import numpy as np
 import pytest
 import torch
-
-from shared.tinygrad_backend import REMEDY, find_clang, to_tinygrad
-
-if not find_clang():
-    pytest.skip(REMEDY, allow_module_level=True)
-os.environ.setdefault("DEV", "CPU")
-
 from tinygrad import Context, Tensor
 from tinygrad.nn.state import get_state_dict, load_state_dict
+
+from posthoc_ema.tinygrad_bridge import find_clang, to_tinygrad
+
+try:
+    find_clang()
+except ValueError as error:
+    pytest.skip(str(error), allow_module_level=True)
 
 
 @pytest.fixture(autouse=True)
