@@ -44,6 +44,14 @@ PRESETS: dict[str, TrainConfig] = {
 }
 
 
+def scalar(optimizer: Optimizer) -> Optimizer:
+    """tinygrad's Adam keeps its numbers in vectors of one, and a step by these fits no gain, which has no
+    dimension: make them numbers."""
+    for name in ("lr", "b1_t", "b2_t"):
+        setattr(optimizer, name, getattr(optimizer, name).contiguous().realize().reshape(()))
+    return optimizer
+
+
 def compiled(
     config: TrainConfig, objective: Callable, D: Denoiser, params: list[Tensor], optimizer: Optimizer
 ) -> tuple[Callable, Callable]:
@@ -93,7 +101,7 @@ def train(config: TrainConfig) -> None:
         averaged = TorchDenoiser(config.net).eval().requires_grad_(False)  # PyTorch's first weights
         net = load_torch(Denoiser(config.net), averaged.state_dict())
         params = [p for p in get_parameters(net) if p.is_param]
-        optimizer = Adam(params, config.lr, *config.betas)
+        optimizer = scalar(Adam(params, config.lr, *config.betas))
         ema = PowerFunctionEMA(net, config.sigma_rels)
         parts = dict(optimizer=TorchState(optimizer), ema=TorchState(ema))  # the weights are the optimizer's
         run.resume(**parts)
@@ -112,7 +120,7 @@ def train(config: TrainConfig) -> None:
 
             total, norm, *grads = backward(*convert([images, sigma, noise, labels], to_tinygrad))
             if run.record(total.item(), norm.item()):
-                step(Tensor([learning_rate(config, run.nimg)]), *grads)
+                step(Tensor([learning_rate(config, run.nimg)]).reshape(()), *grads)
                 ema.update(run.nimg)
 
             if run.due(config.run.sample_every):

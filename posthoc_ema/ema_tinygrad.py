@@ -49,7 +49,7 @@ class _EMA:
         if t <= self.t:
             raise ValueError(f"EMA update at time {t}, but the last was at {self.t}")
         for average, beta in zip(self.averages, self.betas(t, t - self.t), strict=True):
-            self.foreach_lerp(average, self.params, Tensor([1 - beta]))
+            self.foreach_lerp(average, self.params, Tensor([1 - beta]).reshape(()))
         self.t = t
 
     def weights(self, length: float) -> dict[str, Tensor]:

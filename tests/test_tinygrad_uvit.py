@@ -18,6 +18,7 @@ from tinygrad_cases import (  # noqa: F401
     error,
     get_state_dict,
     gradients,
+    to_tinygrad,
 )
 
 import minimal_uvit.model as uvit
@@ -115,10 +116,10 @@ def test_impossible_inputs():
 
 
 class Weights:
-    """A network of two weights and a buffer."""
+    """A network of two weights, one a lone number, and a buffer."""
 
     def __init__(self, arrays: list[np.ndarray]):
-        self.a, self.b = map(Tensor, arrays)
+        self.a, self.b = (to_tinygrad(torch.from_numpy(array)) for array in arrays)
         self.tied, self.count = self.a, Tensor([7]).is_param_(False)
 
 
@@ -134,13 +135,13 @@ class TorchWeights(torch.nn.Module):
 ])  # fmt: skip
 def test_tracker(ema, reference, options):
     rng = np.random.default_rng(0)
-    first = [rng.standard_normal(shape).astype(np.float32) for shape in ((3, 4), (5,))]
+    first = [np.asarray(rng.standard_normal(shape), np.float32) for shape in ((3, 4), ())]
     net, torch_net = Weights(first), TorchWeights(first)
     ours, theirs = ema(net, *options), reference(torch_net, *options)
     for step in range(1, 9):
         for p, q in zip((net.a, net.b), torch_net.parameters(), strict=True):
-            value = rng.standard_normal(p.shape).astype(np.float32)
-            p.assign(Tensor(value)).realize()
+            value = np.asarray(rng.standard_normal(p.shape), np.float32)
+            p.assign(to_tinygrad(torch.from_numpy(value))).realize()
             q.data.copy_(torch.from_numpy(value))
         ours.update(10 * step)
         theirs.update(10 * step)

@@ -24,18 +24,24 @@ def definitions(body: list[ast.stmt], prefix: str = "") -> list[str]:
     return found
 
 
+def names_in(node: ast.AST) -> set[str]:
+    return {name.id for name in ast.walk(node) if isinstance(name, ast.Name)}
+
+
 def test_there_are_twins():
     assert {f"{path.parent.name}/{path.name}" for path in TWINS} >= {
-        "shared/long_skip_tinygrad.py", "minimal_uvit/model_tinygrad.py", "minimal_uvit/train_tinygrad.py",
-        "adm_unet/model_tinygrad.py", "edm2_mp_unet/model_tinygrad.py", "posthoc_ema/ema_tinygrad.py",
+        "shared/long_skip_tinygrad.py", "posthoc_ema/ema_tinygrad.py",
+        *(f"{project}/{name}_tinygrad.py" for name in ("model", "train")
+          for project in ("minimal_uvit", "adm_unet", "edm2_mp_unet")),
     }  # fmt: skip
 
 
 # What has no counterpart: in tinygrad training is a state of the process, a step is compiled by hand, what is
 # not to be fused is said.
 ALONE = {
-    "MPConv.train(self, mode)", "compiled(config, objective, D, params, optimizer)",
-    "Linear", "Linear.forward(self, x)",
+    "MPConv.train(self, mode)", "Linear", "Linear.forward(self, x)",
+    "scalar(optimizer)", "compiled(config, objective, D, params, optimizer)",
+    "compiled(config, task, net, params, optimizer)",
 }  # fmt: skip
 
 
@@ -47,9 +53,10 @@ def test_twins_have_the_same_definitions(path):
     module = f"{path.parent.name}.{torch_path.stem}"
     imports = [node for node in twin.body if isinstance(node, ast.ImportFrom) and node.module == module]
     imported = {alias.name for node in imports for alias in node.names}
-    for node in torch_file.body:  # and what only serves to define these, such as a table of presets
-        if isinstance(node, ast.AnnAssign) and node.target.id in imported:
-            imported |= {name.id for name in ast.walk(node.value) if isinstance(name, ast.Name)}
+    for node in reversed(torch_file.body):  # and what serves to define these, such as a table of presets
+        targets = [node.target] if isinstance(node, ast.AnnAssign) else getattr(node, "targets", [])
+        if imported & set().union(*map(names_in, targets)):
+            imported |= names_in(node.value)
     own = [node for node in torch_file.body if getattr(node, "name", None) not in imported]
     theirs, ours = ([line for line in definitions(body) if line not in ALONE] for body in (own, twin.body))
     assert ours == theirs
