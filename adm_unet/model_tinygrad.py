@@ -55,17 +55,24 @@ class GroupNorm(nn.GroupNorm):
         return super().__call__(x.cast(least_upper_dtype(x.dtype, dtypes.float32))).cast(x.dtype)
 
 
+class Conv2d(nn.Conv2d):
+    """Stores what goes in and out, and gradients: fused into the sums, it would be computed many times."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return super().__call__(x.contiguous()).contiguous().contiguous_backward()
+
+
 class ResBlock:
     """Two convolutions beside a shortcut; both change the resolution, up or down, unless `up` is None."""
 
     def __init__(self, config: ADMConfig, C_in: int, C_out: int, up: bool | None = None):
         self.up, self.dropout, self.scale_shift_norm = up, config.dropout, config.scale_shift_norm
         self.norm1 = GroupNorm(GROUPS, C_in)
-        self.conv1 = nn.Conv2d(C_in, C_out, 3, padding=1)
+        self.conv1 = Conv2d(C_in, C_out, 3, padding=1)
         self.emb_proj = nn.Linear(4 * config.channels, C_out * (2 if config.scale_shift_norm else 1))
         self.norm2 = GroupNorm(GROUPS, C_out)
-        self.conv2 = zero(nn.Conv2d(C_out, C_out, 3, padding=1))
-        self.shortcut = nn.Conv2d(C_in, C_out, 1) if C_in != C_out else lambda x: x
+        self.conv2 = zero(Conv2d(C_out, C_out, 3, padding=1))
+        self.shortcut = Conv2d(C_in, C_out, 1) if C_in != C_out else lambda x: x
 
     def __call__(self, x: Tensor, emb: Tensor) -> Tensor:
         y = self.norm1(x).silu()
@@ -102,7 +109,7 @@ class Resample:
     """Plain change of resolution, called like a ResBlock that changes it."""
 
     def __init__(self, config: ADMConfig, C_in: int, C_out: int, up: bool):
-        conv = nn.Conv2d(C_in, C_out, 3, stride=1 if up else 2, padding=1)
+        conv = Conv2d(C_in, C_out, 3, stride=1 if up else 2, padding=1)
         self.conv = conv if config.conv_resample else lambda x: x
         self.up = None if config.conv_resample and not up else up  # the convolution's stride halves the image
 
@@ -132,7 +139,7 @@ class Encoder:
         self.config = config
         E, C, Down = 4 * config.channels, config.widths[0], ResBlock if config.resblock_updown else Resample
         self.time_embed = [nn.Linear(config.channels, E), Tensor.silu, nn.Linear(E, E)]
-        self.in_conv = nn.Conv2d(in_channels, C, 3, padding=1)
+        self.in_conv = Conv2d(in_channels, C, 3, padding=1)
         self.in_blocks = []
         self.skip_widths = [C]  # channels of the N features, outermost first
         for level, width in enumerate(config.widths):
@@ -180,7 +187,7 @@ class ADMUNet(Encoder):
                 self.out_blocks.append(Block(config, C_in, width, config.heads(level, up=True), up))
                 C = width
         self.norm = GroupNorm(GROUPS, C)
-        self.out_conv = zero(nn.Conv2d(C, config.in_channels * (1 + config.learn_sigma), 3, padding=1))
+        self.out_conv = zero(Conv2d(C, config.in_channels * (1 + config.learn_sigma), 3, padding=1))
 
     def embed(self, labels: Tensor | None, x: Tensor) -> Tensor | float:
         """The label's part of the embedding, (B, E). ValueError for labels that do not fit."""

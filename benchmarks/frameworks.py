@@ -1,10 +1,11 @@
 """Step times of PyTorch and tinygrad: loss, gradients and AdamW of each project's digits network.
 
-    python benchmarks/frameworks.py                 # one thread: tinygrad's CPU backend uses no more
+    python benchmarks/frameworks.py
     python benchmarks/frameworks.py --projects minimal_uvit --batch-size 64
 
-tinygrad's first step compiles its kernels and the second records them; later ones only run. Times are CPU
-seconds of the process, which other work on the machine changes little.
+Both start from the same weights, and their losses must agree to 1e-3 in every step; steps alternate. The
+first one of tinygrad compiles its kernels and the second records them; later ones only run. Times are CPU
+seconds of the process, all threads together, which other work on the machine changes little; medians.
 """
 
 import time
@@ -18,6 +19,7 @@ from tinygrad import Context, Tensor, TinyJit
 from tinygrad.nn.optim import AdamW
 from tinygrad.nn.state import get_state_dict
 
+from edm2_mp_unet.train_tinygrad import scalar
 from posthoc_ema.tinygrad_bridge import find_clang, load_torch
 from shared.diffusion import EDMPrecond, edm_loss
 from shared.run import cli
@@ -29,11 +31,11 @@ NETWORKS = {"minimal_uvit": "UViT", "adm_unet": "ADMUNet", "edm2_mp_unet": "Deno
 class Options:
     projects: tuple[str, ...] = tuple(NETWORKS)  # whose networks to time
     batch_size: int = 32  # images of one step
-    steps: int = 5  # steps to time, after those that compile
+    steps: int = 9  # steps to time, after those that compile
 
 
 def torch_step(net: torch.nn.Module, D: Callable, batch: list[np.ndarray]) -> Callable[[], float]:
-    optimizer = torch.optim.AdamW(net.parameters(), 1e-4)
+    optimizer = torch.optim.AdamW(net.parameters(), 1e-4, fused=True)
     images, sigma, noise, labels = map(torch.from_numpy, batch)
 
     def step() -> float:
@@ -48,14 +50,18 @@ def torch_step(net: torch.nn.Module, D: Callable, batch: list[np.ndarray]) -> Ca
 
 def tinygrad_step(net: object, D: Callable, batch: list[np.ndarray]) -> Callable[[], float]:
     params = [value for value in get_state_dict(net).values() if value.is_param]
-    optimizer = AdamW(params, 1e-4)
+    optimizer = scalar(AdamW(params, 1e-4, weight_decay=1e-2))
 
     @TinyJit
+    @Context(TRAINING=1)
     def step(images: Tensor, sigma: Tensor, noise: Tensor, labels: Tensor) -> Tensor:
         loss = edm_loss(D, images, sigma, noise, labels).mean()
-        for p, grad in zip(params, loss.gradient(*params), strict=True):
+        grads = loss.gradient(*params)
+        Tensor.realize(loss, *grads)
+        for p, grad in zip(params, grads, strict=True):
             p.grad = grad
-        return loss.realize(*optimizer.schedule_step())
+        optimizer.step()
+        return loss
 
     return lambda: step(*map(Tensor, batch)).item()
 
@@ -63,7 +69,7 @@ def tinygrad_step(net: object, D: Callable, batch: list[np.ndarray]) -> Callable
 def main(options: Options) -> None:
     find_clang()
     torch.set_num_threads(1)
-    print("| network | PyTorch, s a step | tinygrad, s a step | tinygrad compiles, s | losses differ by |")
+    print("| network | PyTorch, s a step | tinygrad, s a step | tinygrad / PyTorch | tinygrad compiles, s |")
     print("| --- | --- | --- | --- | --- |")
     rng, B = np.random.default_rng(0), options.batch_size
     for project in options.projects:
@@ -74,20 +80,20 @@ def main(options: Options) -> None:
         shape = (B, config.in_channels, config.img_size, config.img_size)
         images, noise = rng.standard_normal((2, *shape)).astype(np.float32)
         batch = [images, np.exp(rng.standard_normal(B)).astype(np.float32), noise, rng.integers(0, 10, B)]
-        seconds, losses = [], []
-        for make, network in ((torch_step, net), (tinygrad_step, other)):
-            step = make(network, network if project == "edm2_mp_unet" else EDMPrecond(network), batch)
-            with Context(TRAINING=1):
-                times = []
-                for _ in range(options.steps + 2):
-                    start = time.process_time()
-                    loss = step()
-                    times.append(time.process_time() - start)
-            seconds += [sum(times[:2]), min(times[2:])]
-            losses.append(loss)
-        gap = abs(losses[1] / losses[0] - 1)
-        row = f"| {project} | {seconds[1]:.3f} | {seconds[3]:.3f} | {seconds[2]:.0f} | {gap:.0e} |"
-        print(row, flush=True)
+        steps = [
+            make(network, network if project == "edm2_mp_unet" else EDMPrecond(network), batch)
+            for make, network in ((torch_step, net), (tinygrad_step, other))
+        ]
+        seconds, losses = np.empty((2, options.steps + 2)), [0.0, 0.0]
+        for k in range(options.steps + 2):
+            for i, step in enumerate(steps):
+                start = time.process_time()
+                losses[i] = step()
+                seconds[i, k] = time.process_time() - start
+            np.testing.assert_allclose(losses[1], losses[0], rtol=1e-3)
+        (ours, theirs), ratio = np.median(seconds[:, 2:], 1), np.median(seconds[1, 2:] / seconds[0, 2:])
+        compiling = seconds[1, :2].sum()
+        print(f"| {project} | {ours:.3f} | {theirs:.3f} | {ratio:.1f} | {compiling:.0f} |", flush=True)
 
 
 if __name__ == "__main__":

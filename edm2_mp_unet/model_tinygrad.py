@@ -97,7 +97,10 @@ class MPConv:
     def __call__(self, x: Tensor) -> Tensor:
         w = self.filters(x.dtype)
         w = w if self.gain is None else self.gain.cast(x.dtype) * w  # cheaper than on what comes out
-        return x.conv2d(w, padding=w.shape[-1] // 2) if w.ndim == 4 else x.linear(w.T)
+        if w.ndim == 2:
+            return x.linear(w.T)
+        y = x.contiguous().conv2d(w.contiguous(), padding=w.shape[-1] // 2)    # stored, what goes in and out
+        return y.contiguous().contiguous_backward()  # and gradients: fused, they would be computed many times
 
 
 class Block:

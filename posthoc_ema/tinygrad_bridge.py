@@ -22,6 +22,10 @@ from tinygrad.nn.state import get_state_dict, load_state_dict
 
 from shared.check import require
 
+# tinygrad's compiling processes are replaced after 16 kernels each unless told otherwise, which takes longer
+# than these kernels do.
+os.environ.setdefault("BEAM_MAX_TASKS_PER_CHILD", "1000000")
+
 
 def find_clang() -> None:
     """Point CC at a clang, before tinygrad first compiles. ValueError where it needs one and none is here."""

@@ -39,7 +39,7 @@ def test_there_are_twins():
 # What has no counterpart: in tinygrad training is a state of the process, a step is compiled by hand, what is
 # not to be fused is said.
 ALONE = {
-    "MPConv.train(self, mode)", "Linear", "Linear.forward(self, x)",
+    "MPConv.train(self, mode)", "Linear", "Linear.forward(self, x)", "Conv2d", "Conv2d.forward(self, x)",
     "scalar(optimizer)", "compiled(config, objective, D, params, optimizer)",
     "compiled(config, task, net, params, optimizer)",
 }  # fmt: skip
