@@ -34,7 +34,10 @@ import torch
 from tqdm import tqdm
 
 from comparison import results
+from comparison.figures import draw_all
 from comparison.networks import LEARNING_RATES, describe
+from comparison.summary import group, write_table
+from comparison.theory import TheoryOptions, theory
 from comparison.training import Cell, Stopped, datasets, parse_long_skip, train_cell
 from shared.check import require
 from shared.data import DataConfig
@@ -159,9 +162,19 @@ def run(options: Options, wanted: list[Cell]) -> None:
                 bar.total -= options.steps - result["diverged"] + 1
 
 
-def main(options: Options) -> None:
-    """Run what is asked for, then write the table and the figures of all of it."""
+def report(options: Options, wanted: list[Cell]) -> None:
+    """Write and print the table, and draw the figures, of the runs that were asked for."""
+    groups = group(results.find(results.read(options.out / "results.jsonl"), wanted))
+    print(write_table(options.out / "table.md", groups, options.steps))
+    for path in draw_all(options.out, groups):
+        print(path)
+
+
+def main(options: Options | TheoryOptions) -> None:
+    """Run what is asked for, then write the table and the figures of all of it; or check the theory."""
     require(not options.out.exists() or options.out.is_dir(), f"out, {options.out}, is a file")
+    if isinstance(options, TheoryOptions):
+        return theory(options)
     shape = datasets(options.data)[0].shape
     for network in dict.fromkeys((*options.networks, "adm")):  # ADM's count is what the others match
         line = describe(network, options.depth, options.parameters, shape)
@@ -169,8 +182,10 @@ def main(options: Options) -> None:
             print(line)
     wanted = cells(options)
     run(options, wanted)
-    print(options.out / "results.jsonl")
+    report(options, wanted)
 
+
+COMMANDS = {"run": Options(), "theory": TheoryOptions()}  # the first where none is named
 
 if __name__ == "__main__":
-    cli(main, Options, "Train every network under every long-skip scaling, and compare.")
+    cli(main, COMMANDS, "Train every network under every long-skip scaling, and compare.")

@@ -1,10 +1,10 @@
 """The figures of a comparison: each to be taken in at a glance, a scaling in the same colour in all of them.
 
-Reading order: `COLOURS`, `FIGURES`, then a function a figure. Colours are Okabe and Ito's, which most colour-blind
-readers tell apart; where a curve or point has an error bar, it is the standard error over seeds.
+Reading order: `COLOURS`, a function a figure, `FIGURES`, `draw_all`. Colours are Okabe and Ito's, which most
+colour-blind readers tell apart; a band or an error bar is the standard error over seeds.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -18,15 +18,19 @@ from shared.run import VALIDATION_SIGMAS
 
 WIDTH = 8.3  # inches, of 100 pixels each in a README
 COLOURS = {"none": "#000000", "inv_sqrt2": "#0072B2", "learnable": "#009E73", "learnable_shared": "#CC79A7"}
-CONSTANTS = ("#D55E00", "#E69F00", "#56B4E9", "#F0E442")  # of one or more constant:K, in the order asked for
+CONSTANTS = ("#D55E00", "#E69F00", "#56B4E9", "#B8A800")  # of one or more constant:K, in the order asked for
 EARLY, LATE = 0.15, 0.85  # of the colour map for depths: its ends are too pale and too dark
 
 
-def colours(groups: list[Group]) -> dict[str, str]:
-    """A colour for each scaling."""
-    kinds = list(dict.fromkeys(g.long_skip for g in groups))
+def colours(kinds: Iterable[str]) -> dict[str, str]:
+    """A colour for each scaling, in their order."""
+    kinds = list(dict.fromkeys(kinds))
     constants = [kind for kind in kinds if kind not in COLOURS]
     return {kind: COLOURS.get(kind) or CONSTANTS[constants.index(kind) % len(CONSTANTS)] for kind in kinds}
+
+
+def palette_of(groups: list[Group]) -> dict[str, str]:
+    return colours(g.long_skip for g in groups)
 
 
 def shown(groups: list[Group]) -> list[Group]:
@@ -55,7 +59,7 @@ def style(axis: Axes) -> None:
 
 def name_colours(figure: Figure, groups: list[Group]) -> None:
     """One line above all panels that says which colour is which scaling, each name in its colour."""
-    palette = colours(groups)
+    palette = palette_of(groups)
     handles = [figure.axes[0].plot([], [], color=colour, linewidth=3)[0] for colour in palette.values()]
     names = [f"long skips {label(kind)}" if k == 0 else label(kind) for k, kind in enumerate(palette)]
     figure.legend(handles, names, loc="outside upper center", ncols=len(names), fontsize=9.5, frameon=False,
@@ -77,7 +81,7 @@ def losses(groups: list[Group]) -> Figure:
     for axis, network in zip(axes[0], networks, strict=True):
         for g in (g for g in groups if g.network == network and g.finished):
             steps, curves = g.finished[0]["levels"]["steps"], [loss_curve(run) for run in g.finished]
-            band(axis, steps[1:], [curve[1:] for curve in curves], colours(groups)[g.long_skip])
+            band(axis, steps[1:], [curve[1:] for curve in curves], palette_of(groups)[g.long_skip])
             if g.long_skip == "none":
                 axis.axhline(np.mean([curve[-1] for curve in curves]), color="0.5", linestyle=":", zorder=0)
         axis.set(xlabel="training steps", yscale="log")
@@ -101,7 +105,7 @@ def sigmas(groups: list[Group]) -> Figure:
             if points[0] is not None:
                 mean, error = np.array(points).T
                 axis.errorbar(VALIDATION_SIGMAS, mean, np.nan_to_num(error), fmt="o-", markersize=3,
-                              capsize=2, linewidth=1.4, color=colours(groups)[g.long_skip])
+                              capsize=2, linewidth=1.4, color=palette_of(groups)[g.long_skip])
         axis.set(xlabel="noise level σ", xscale="log")
     axes[0, 0].set_ylabel("loss against none, %")
     name_colours(figure, groups)
@@ -118,13 +122,14 @@ def effects(groups: list[Group]) -> Figure:
         "sensitivity": "output change per\ninput change",
     }
     figure = Figure(figsize=(WIDTH, 3.4), layout="constrained")
-    networks, palette = list(dict.fromkeys(g.network for g in groups)), colours(groups)
+    networks, palette = list(dict.fromkeys(g.network for g in groups)), palette_of(groups)
     for axis, (name, title) in zip(figure.subplots(1, len(titles)), titles.items(), strict=True):
         style(axis)
         axis.set_title(title, fontsize=9.5)
         for g in groups:
             estimate = g.columns()[name]
-            y = networks.index(g.network) + 0.14 * (list(palette).index(g.long_skip) - (len(palette) - 1) / 2)
+            place = list(palette).index(g.long_skip) - (len(palette) - 1) / 2
+            y = networks.index(g.network) + 0.7 / len(palette) * place
             if estimate is not None:
                 axis.errorbar(estimate[0], y, xerr=np.nan_to_num(estimate[1]), fmt="o", markersize=5,
                               color=palette[g.long_skip], capsize=2, linewidth=1.4)
@@ -132,7 +137,8 @@ def effects(groups: list[Group]) -> Figure:
             axis.axvline(name == "acceleration", color="0.6", linewidth=1, zorder=0)
         axis.set(ylim=(len(networks) - 0.5, -0.5), yticks=[])
         axis.grid(axis="y", visible=False)
-    figure.axes[0].set_yticks(range(len(networks)), [NAMES[n] for n in networks], fontsize=10, fontweight="bold")
+    names = [NAMES[network] for network in networks]
+    figure.axes[0].set_yticks(range(len(networks)), names, fontsize=10, fontweight="bold")
     name_colours(figure, groups)
     return figure
 
@@ -142,23 +148,25 @@ def features(groups: list[Group]) -> Figure:
     from matplotlib import colormaps
 
     groups = [g for g in shown(groups) if g.finished]
-    networks, kinds = (list(dict.fromkeys(getattr(g, key) for g in groups)) for key in ("network", "long_skip"))
+    networks = list(dict.fromkeys(g.network for g in groups))
+    kinds = list(dict.fromkeys(g.long_skip for g in groups))
     figure = Figure(figsize=(WIDTH, 0.6 + 1.9 * len(networks)), layout="constrained")
     axes = figure.subplots(len(networks), len(kinds), squeeze=False, sharex=True, sharey="row")
     for g in groups:
         axis, run = axes[networks.index(g.network), kinds.index(g.long_skip)], g.finished[0]
         curves = list(zip(*run["curves"]["features"], strict=True))
         for i, curve in enumerate(curves):
-            shade = colormaps["viridis"](1 - np.interp(i, [0, max(len(curves) - 1, 1)], [1 - LATE, 1 - EARLY]))
-            axis.plot(run["curves"]["steps"], curve, color=shade, linewidth=1.1)
+            steps = run["curves"]["steps"]
+            shade = colormaps["viridis"](np.interp(i, [0, max(len(curves) - 1, 1)], [EARLY, LATE]))
+            axis.plot(steps, curve, color=shade, linewidth=1.1)
             if g.long_skip == kinds[-1] and i in (0, len(curves) - 1):
-                axis.annotate(f" i = {i + 1}", (run["curves"]["steps"][-1], curve[-1]), color=shade, fontsize=8,
-                              va="center", annotation_clip=False)
+                axis.annotate(f" i = {i + 1}", (steps[-1], curve[-1]), color=shade, fontsize=8, va="center",
+                              annotation_clip=False)
     for axis in axes.flat:
         style(axis)
         axis.set_yscale("log")
     for axis, kind in zip(axes[0], kinds, strict=True):
-        axis.set_title(label(kind), color=colours(groups)[kind], fontsize=10.5, fontweight="bold")
+        axis.set_title(label(kind), color=palette_of(groups)[kind], fontsize=10.5, fontweight="bold")
     for axis, network in zip(axes[:, 0], networks, strict=True):
         axis.set_ylabel(f"{NAMES[network]}\nfeature magnitude", fontsize=9)
     figure.supxlabel("training steps; i = 1 is the outermost stage", fontsize=9)
@@ -174,7 +182,7 @@ def stages(groups: list[Group]) -> Figure:
         for axis, name in zip(column, rows, strict=True):
             for g in (g for g in groups if g.network == network and g.finished):
                 curves = [run["levels"][name][-1] for run in g.finished]
-                band(axis, list(range(1, len(curves[0]) + 1)), curves, colours(groups)[g.long_skip])
+                band(axis, list(range(1, len(curves[0]) + 1)), curves, palette_of(groups)[g.long_skip])
             axis.xaxis.get_major_locator().set_params(integer=True)
         column[-1].set_xlabel("stage i, 1 the outermost")
     for axis, name in zip(axes[:, 0], rows.values(), strict=True):
@@ -189,11 +197,12 @@ def stability(groups: list[Group]) -> Figure:
     for axis, network in zip(axes[0], networks, strict=True):
         ours = [g for g in groups if g.network == network]
         diverged = []
-        for k, (kind, colour) in enumerate(colours(groups).items()):
+        for k, (kind, colour) in enumerate(palette_of(groups).items()):
             points = [(g.lr, *g.estimate(final_loss)) for g in ours if g.long_skip == kind and g.finished]
             if points:
                 lr, mean, error = np.array(sorted(points)).T
-                axis.errorbar(lr, mean, np.nan_to_num(error), fmt="o-", markersize=3, color=colour, linewidth=1.4)
+                axis.errorbar(lr, mean, np.nan_to_num(error), fmt="o-", markersize=3, linewidth=1.4,
+                              color=colour)
             diverged += [(g.lr * 1.06 ** (k - 2), colour) for g in ours
                          if g.long_skip == kind and len(g.finished) < len(g.runs)]
         for lr, colour in diverged:
