@@ -44,12 +44,13 @@ from shared.data import DataConfig
 from shared.run import cli
 
 
+SCALINGS = ("none", "inv_sqrt2", "constant:0.7", "learnable", "learnable_shared")
+
+
 @dataclass(frozen=True)
 class Options:
     networks: tuple[Literal["uvit", "adm", "edm2"], ...] = ("uvit", "adm", "edm2")  # what to train
-    long_skips: tuple[str, ...] = (
-        "none", "inv_sqrt2", "constant:0.7", "learnable", "learnable_shared",
-    )  # scalings: none, inv_sqrt2, constant:K, learnable, learnable_shared
+    long_skips: tuple[str, ...] = SCALINGS  # any of none, inv_sqrt2, constant:K, learnable, learnable_shared
     seeds: tuple[int, ...] = (0, 1)  # of weights, images and noise; error bars are over seeds
     steps: int = 400  # training steps of a run
     depth: int = 4  # long skips, or the nearest number that a network comes to
@@ -153,7 +154,7 @@ def run(options: Options, wanted: list[Cell]) -> None:
     jobs = min(options.jobs or os.cpu_count() or 1, len(todo))
     wait_s = 0.5 if sys.stderr.isatty() else 20  # seconds between updates; seldom, to a file
     with tqdm(total=len(todo) * options.steps, unit="step", mininterval=wait_s, disable=not todo) as bar:
-        for result in run_here(todo, bar) if jobs == 1 else run_apart(todo, bar, jobs):
+        for result in run_here(todo, bar) if jobs <= 1 else run_apart(todo, bar, jobs):
             results.append(path, result)
             cell = result["cell"]
             if result["diverged"] is not None:

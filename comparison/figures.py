@@ -6,10 +6,12 @@ colour-blind readers tell apart; a band or an error bar is the standard error ov
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from comparison.statistics import mean_and_error
 from comparison.summary import NAMES, Group, choose_lr, final_loss, label, loss_curve
@@ -57,11 +59,24 @@ def style(axis: Axes) -> None:
     axis.grid(alpha=0.25, linewidth=0.6)
 
 
+def log_scale(axis: Axes, which: Literal["x", "y"]) -> None:
+    """A logarithmic axis with ticks that read as numbers: few over decades, more within one."""
+    axis.set(**{f"{which}scale": "log"})
+    low, high = axis.dataLim.intervalx if which == "x" else axis.dataLim.intervaly
+    decades = np.log10(high / low) if 0 < low < high < np.inf else 1.0
+    subs = (1, 1.2, 1.5, 2, 3, 5, 7) if decades < 0.7 else (1, 2, 5) if decades < 1.7 else (1,)
+    side = axis.xaxis if which == "x" else axis.yaxis
+    side.set_major_locator(LogLocator(subs=subs, numticks=8))
+    side.set_minor_formatter(NullFormatter())
+    if decades < 5:
+        side.set_major_formatter("{x:g}")
+
+
 def name_colours(figure: Figure, groups: list[Group]) -> None:
     """One line above all panels that says which colour is which scaling, each name in its colour."""
     palette = palette_of(groups)
     handles = [figure.axes[0].plot([], [], color=colour, linewidth=3)[0] for colour in palette.values()]
-    names = [f"long skips {label(kind)}" if k == 0 else label(kind) for k, kind in enumerate(palette)]
+    names = [f"long skips: {label(kind)}" if k == 0 else label(kind) for k, kind in enumerate(palette)]
     figure.legend(handles, names, loc="outside upper center", ncols=len(names), fontsize=9.5, frameon=False,
                   labelcolor=list(palette.values()), handlelength=1.2, columnspacing=1.6)
 
@@ -84,10 +99,8 @@ def losses(groups: list[Group]) -> Figure:
             band(axis, steps[1:], [curve[1:] for curve in curves], palette_of(groups)[g.long_skip])
             if g.long_skip == "none":
                 axis.axhline(np.mean([curve[-1] for curve in curves]), color="0.5", linestyle=":", zorder=0)
-        axis.set(xlabel="training steps", yscale="log")
-        axis.yaxis.set_major_formatter("{x:.2g}")
-        axis.yaxis.set_minor_formatter("{x:.2g}")
-        axis.tick_params(which="minor", labelsize=7.5)
+        axis.set_xlabel("training steps")
+        log_scale(axis, "y")
     axes[0, 0].set_ylabel("validation loss (EDM's weights)")
     name_colours(figure, groups)
     return figure
@@ -106,7 +119,8 @@ def sigmas(groups: list[Group]) -> Figure:
                 mean, error = np.array(points).T
                 axis.errorbar(VALIDATION_SIGMAS, mean, np.nan_to_num(error), fmt="o-", markersize=3,
                               capsize=2, linewidth=1.4, color=palette_of(groups)[g.long_skip])
-        axis.set(xlabel="noise level σ", xscale="log")
+        axis.set_xlabel("noise level σ")
+        log_scale(axis, "x")
     axes[0, 0].set_ylabel("loss against none, %")
     name_colours(figure, groups)
     return figure
@@ -164,7 +178,7 @@ def features(groups: list[Group]) -> Figure:
                               annotation_clip=False)
     for axis in axes.flat:
         style(axis)
-        axis.set_yscale("log")
+        log_scale(axis, "y")
     for axis, kind in zip(axes[0], kinds, strict=True):
         axis.set_title(label(kind), color=palette_of(groups)[kind], fontsize=10.5, fontweight="bold")
     for axis, network in zip(axes[:, 0], networks, strict=True):
@@ -184,6 +198,7 @@ def stages(groups: list[Group]) -> Figure:
                 curves = [run["levels"][name][-1] for run in g.finished]
                 band(axis, list(range(1, len(curves[0]) + 1)), curves, palette_of(groups)[g.long_skip])
             axis.xaxis.get_major_locator().set_params(integer=True)
+            axis.set_ylim(bottom=0)
         column[-1].set_xlabel("stage i, 1 the outermost")
     for axis, name in zip(axes[:, 0], rows.values(), strict=True):
         axis.set_ylabel(name, fontsize=9)
@@ -207,10 +222,9 @@ def stability(groups: list[Group]) -> Figure:
                          if g.long_skip == kind and len(g.finished) < len(g.runs)]
         for lr, colour in diverged:
             axis.plot(lr, 0.96, "x", color=colour, markersize=6, transform=axis.get_xaxis_transform())
-        axis.set(xlabel="learning rate (× : diverged)", xscale="log", yscale="log")
-        axis.yaxis.set_major_formatter("{x:.2g}")
-        axis.yaxis.set_minor_formatter("{x:.2g}")
-        axis.tick_params(which="minor", labelsize=7.5)
+        axis.set_xlabel("learning rate (× : diverged)")
+        log_scale(axis, "x")
+        log_scale(axis, "y")
     axes[0, 0].set_ylabel("final validation loss")
     name_colours(figure, groups)
     return figure

@@ -12,7 +12,8 @@ a_i, b_i and f_N each a perceptron of l layers with ReLU. h_i is what b_i puts o
 | 3.3, gradients  | |dL/dW|^2 <= c (L |x|^2 sum_j kappa_j^2 + c3), of every matrix W, L the loss         |
 | 3.4, robustness | |UNet(x + d) - UNet(x)| <= |d| (sum_i kappa_i M0^i + c0), M0 the gain of b_i o a_i     |
 
-Reading order: `Blocks`, `forward`, `measure`, `predict`, `check`, `theory`. What 3.1 and 3.3 leave open is one factor for each kind of block, the geometric mean of measured over predicted; 3.4 leaves none.
+Reading order: `Blocks`, `forward`, `measure`, `predict`, `check`, `theory`. What 3.1 and 3.3 leave open is
+one factor for each kind of block, the geometric mean of measured over predicted; 3.4 leaves none.
 
 Deviations: the statements are written down from descriptions of the paper, whose text was not at hand. How a
 block ends matters and is left open there, so three kinds are measured. `unit`: with a linear layer drawn from
@@ -35,7 +36,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from comparison.figures import colours, style
+from comparison.figures import colours, log_scale, style
 from comparison.summary import label
 from comparison.training import parse_long_skip
 from shared.check import require
@@ -52,12 +53,13 @@ FIXED = {"robustness": 1.0}  # factors that a theorem leaves no choice of
 DISTANCE = 1e-3  # norm of a change of the input over that of the input
 
 
+CONSTANTS = ("none", "inv_sqrt2", "constant:0.9", "constant:0.7", "constant:0.5", "constant:0.3")
+
+
 @dataclass(frozen=True)
 class TheoryOptions:
     depths: tuple[int, ...] = (2, 4, 8, 16)  # numbers N of long skips
-    long_skips: tuple[str, ...] = (
-        "none", "inv_sqrt2", "constant:0.9", "constant:0.7", "constant:0.5", "constant:0.3",
-    )  # scalings: none, inv_sqrt2, constant:K
+    long_skips: tuple[str, ...] = CONSTANTS  # any of none, inv_sqrt2, constant:K
     ends: tuple[End, ...] = ("unit", "linear", "relu")  # how a block ends
     width: int = 256  # m
     layers: int = 2  # l, of each block
@@ -209,9 +211,9 @@ def draw(options: TheoryOptions, points: dict[End, dict[str, np.ndarray]], path:
             line = np.array([predicted.min(), predicted.max()])
             axis.plot(line, c * line, color="0.5", linewidth=1.2, zorder=0)
             axis.scatter(predicted, measured, s=11, color=shades, alpha=0.8, linewidth=0)
-            axis.set(xscale="log", yscale="log")
             style(axis)
-            axis.xaxis.set_minor_formatter("")
+            log_scale(axis, "x")
+            log_scale(axis, "y")
             if k == 0:
                 axis.set_title(title, fontsize=10.5, fontweight="bold")
             if k == len(points) - 1:
