@@ -43,7 +43,6 @@ from shared.check import require
 from shared.data import DataConfig
 from shared.run import cli
 
-
 SCALINGS = ("none", "inv_sqrt2", "constant:0.7", "learnable", "learnable_shared")
 
 
