@@ -192,10 +192,10 @@ def verdict(name: str, low: float, high: float, p: float, r: float) -> str:
     if name == "robustness":
         loose = f"{1 / high:.2g} to {1 / low:.2g} times what is measured"
         return f"{'holds' if high <= 1 else 'fails'}: the bound is {loose}"
-    if r < 0.9:
+    if r < 0.8:
         return "parts: other things than the sum decide"
     close = max(high, 1 / low) <= 1.5
-    return "agrees" if close else f"follows: grows as the {p:.2g}th power of what is predicted"
+    return "agrees" if close else f"follows, but as the power {p:.2g} of what is predicted"
 
 
 def draw(options: TheoryOptions, points: dict[End, dict[str, np.ndarray]], path: Path) -> None:
