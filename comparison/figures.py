@@ -21,6 +21,7 @@ from shared.run import VALIDATION_SIGMAS
 WIDTH = 8.3  # inches, of 100 pixels each in a README
 COLOURS = {"none": "#000000", "inv_sqrt2": "#0072B2", "learnable": "#009E73", "learnable_shared": "#CC79A7"}
 CONSTANTS = ("#D55E00", "#E69F00", "#56B4E9", "#B8A800")  # of one or more constant:K, in the order asked for
+FAR = 3.0  # a loss this many times the lowest of a sweep is not drawn to scale
 EARLY, LATE = 0.15, 0.85  # of the colour map for depths: its ends are too pale and too dark
 
 
@@ -64,11 +65,11 @@ def log_scale(axis: Axes, which: Literal["x", "y"]) -> None:
     axis.set(**{f"{which}scale": "log"})
     low, high = axis.dataLim.intervalx if which == "x" else axis.dataLim.intervaly
     decades = np.log10(high / low) if 0 < low < high < np.inf else 1.0
-    subs = (1, 1.2, 1.5, 2, 3, 5, 7) if decades < 0.7 else (1, 2, 5) if decades < 1.7 else (1,)
+    subs = (1, 1.2, 1.5, 2, 3, 5, 7) if decades < 0.9 else (1, 2, 5) if decades < 2 else (1,)
     side = axis.xaxis if which == "x" else axis.yaxis
     side.set_major_locator(LogLocator(subs=subs, numticks=8))
     side.set_minor_formatter(NullFormatter())
-    if decades < 5:
+    if decades < 4:
         side.set_major_formatter("{x:g}")
 
 
@@ -90,18 +91,26 @@ def band(axis: Axes, x: list[float], curves: list[list[float]], colour: str) -> 
 
 
 def losses(groups: list[Group]) -> Figure:
-    """Validation loss over training; dotted, where the unscaled network ends."""
+    """Validation loss over training (dotted, where the unscaled network ends), and below it what differs: the
+    loss against the unscaled network's, at the same step of the same seed."""
     groups = shown(groups)
-    figure, axes, networks = panels(groups, 3.2)
-    for axis, network in zip(axes[0], networks, strict=True):
+    figure, axes, networks = panels(groups, 4.6, rows=2)
+    for (top, bottom), network in zip(axes.T, networks, strict=True):
         for g in (g for g in groups if g.network == network and g.finished):
-            steps, curves = g.finished[0]["levels"]["steps"], [loss_curve(run) for run in g.finished]
-            band(axis, steps[1:], [curve[1:] for curve in curves], palette_of(groups)[g.long_skip])
+            steps, colour = g.finished[0]["levels"]["steps"][1:], palette_of(groups)[g.long_skip]
+            curves = {seed: loss_curve(run)[1:] for seed, run in g.runs.items() if run["diverged"] is None}
+            band(top, steps, list(curves.values()), colour)
             if g.long_skip == "none":
-                axis.axhline(np.mean([curve[-1] for curve in curves]), color="0.5", linestyle=":", zorder=0)
-        axis.set_xlabel("training steps")
-        log_scale(axis, "y")
-    axes[0, 0].set_ylabel("validation loss (EDM's weights)")
+                top.axhline(np.mean([c[-1] for c in curves.values()]), color="0.5", linestyle=":", zorder=0)
+            unscaled = {seed: loss_curve(run)[1:] for seed, run in g.unscaled.items() if seed in curves
+                        and run["diverged"] is None}
+            if unscaled:
+                ratios = [np.divide(curves[seed], unscaled[seed]) for seed in unscaled]
+                band(bottom, steps, [100 * (ratio - 1) for ratio in ratios], colour)
+        log_scale(top, "y")
+        bottom.set_xlabel("training steps")
+    axes[0, 0].set_ylabel("validation loss")
+    axes[1, 0].set_ylabel("loss against none, %")
     name_colours(figure, groups)
     return figure
 
@@ -198,7 +207,7 @@ def stages(groups: list[Group]) -> Figure:
                 curves = [run["levels"][name][-1] for run in g.finished]
                 band(axis, list(range(1, len(curves[0]) + 1)), curves, palette_of(groups)[g.long_skip])
             axis.xaxis.get_major_locator().set_params(integer=True)
-            axis.set_ylim(bottom=0)
+            axis.set_ylim(0, 1.1 * axis.dataLim.ymax)
         column[-1].set_xlabel("stage i, 1 the outermost")
     for axis, name in zip(axes[:, 0], rows.values(), strict=True):
         axis.set_ylabel(name, fontsize=9)
@@ -207,25 +216,31 @@ def stages(groups: list[Group]) -> Figure:
 
 
 def stability(groups: list[Group]) -> Figure:
-    """Final loss at each learning rate of a sweep; a cross above where a run diverged."""
+    """Final loss at each learning rate of a sweep; a cross above where a run diverged or ended far above."""
     figure, axes, networks = panels(groups, 3.2)
     for axis, network in zip(axes[0], networks, strict=True):
         ours = [g for g in groups if g.network == network]
-        diverged = []
+        known = [g.estimate(final_loss)[0] for g in ours if g.finished]
+        limit = FAR * min(known, default=1.0)
         for k, (kind, colour) in enumerate(palette_of(groups).items()):
-            points = [(g.lr, *g.estimate(final_loss)) for g in ours if g.long_skip == kind and g.finished]
+            points, crosses = [], []
+            for g in (g for g in ours if g.long_skip == kind):
+                estimate = g.estimate(final_loss)
+                if estimate is not None and estimate[0] <= limit:
+                    points.append((g.lr, *estimate))
+                if estimate is None or estimate[0] > limit or len(g.finished) < len(g.runs):
+                    crosses.append(g.lr * 1.07 ** (k - 2))  # side by side
             if points:
                 lr, mean, error = np.array(sorted(points)).T
-                axis.errorbar(lr, mean, np.nan_to_num(error), fmt="o-", markersize=3, linewidth=1.4,
-                              color=colour)
-            diverged += [(g.lr * 1.06 ** (k - 2), colour) for g in ours
-                         if g.long_skip == kind and len(g.finished) < len(g.runs)]
-        for lr, colour in diverged:
-            axis.plot(lr, 0.96, "x", color=colour, markersize=6, transform=axis.get_xaxis_transform())
-        axis.set_xlabel("learning rate (× : diverged)")
+                error = np.nan_to_num(error)
+                axis.errorbar(lr, mean, error, fmt="o-", markersize=3, linewidth=1.4, color=colour)
+            height = [0.97 - 0.035 * k] * len(crosses)
+            axis.plot(crosses, height, "x", color=colour, markersize=6, transform=axis.get_xaxis_transform())
+        axis.set_xlabel("learning rate")
         log_scale(axis, "x")
         log_scale(axis, "y")
-    axes[0, 0].set_ylabel("final validation loss")
+        axis.margins(y=0.25)
+    axes[0, 0].set_ylabel(f"final validation loss\n×: diverged, or {FAR:g} times the lowest")
     name_colours(figure, groups)
     return figure
 

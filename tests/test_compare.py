@@ -240,17 +240,25 @@ def test_other_runs_of_a_folder_are_left_alone(tmp_path):
         compare.main(options)
 
 
+COMMAND = [sys.executable, "compare.py", "--networks", "uvit", "--long-skips", "none", "learnable",
+           "--steps", "20", "--batch-size", "8", "--seeds", "0", "1", "--jobs", "2", "--out"]
+PIPED = dict(cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, text=True,
+             stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """The lines of results.jsonl of `COMMAND`."""
+    folder = tmp_path_factory.mktemp("whole")
+    subprocess.run([*COMMAND, str(folder)], check=True, **PIPED)
+    return (folder / "results.jsonl").read_text().splitlines()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
-def test_killed_and_started_again(number, tmp_path):
-    command = [sys.executable, "compare.py", "--networks", "uvit", "--long-skips", "none", "learnable",
-               "--steps", "30", "--batch-size", "8", "--seeds", "0", "1", "--jobs", "2", "--out"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    options = dict(cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    subprocess.run([*command, str(tmp_path / "whole")], check=True, **options)
-    expected = sorted((tmp_path / "whole" / "results.jsonl").read_text().splitlines())
-    path = tmp_path / "again" / "results.jsonl"
-    with subprocess.Popen([*command, str(tmp_path / "again")], **options) as process:
+def test_killed_and_started_again(number, uninterrupted, tmp_path):
+    path = tmp_path / "results.jsonl"
+    with subprocess.Popen([*COMMAND, str(tmp_path)], **PIPED) as process:
         while process.poll() is None and not path.exists():
             time.sleep(0.05)
         process.send_signal(number)
@@ -258,9 +266,9 @@ def test_killed_and_started_again(number, tmp_path):
     assert process.returncode == (130 if number == signal.SIGINT else -number), errors
     first = path.read_bytes()
     assert 1 <= first.count(b"\n") < 4
-    subprocess.run([*command, str(tmp_path / "again")], check=True, **options)
+    subprocess.run([*COMMAND, str(tmp_path)], check=True, **PIPED)
     assert path.read_bytes().startswith(first)  # what had ended is as it was
-    assert sorted(path.read_text().splitlines()) == expected
+    assert sorted(path.read_text().splitlines()) == sorted(uninterrupted)
 
 
 @pytest.mark.parametrize("change, sentence", [
