@@ -12,6 +12,7 @@ import pytest
 
 import adm_unet.sample
 import adm_unet.train
+import compare
 import edm2_mp_unet.sample
 import edm2_mp_unet.train
 import minimal_uvit.sample
@@ -22,8 +23,10 @@ from shared.run import cli
 
 ROOT = Path(__file__).parents[1]
 PROJECTS = ("minimal_uvit", "adm_unet", "edm2_mp_unet", "posthoc_ema")
-SOURCES = sorted(path for folder in ("shared", *PROJECTS) for path in (ROOT / folder).glob("*.py"))
+FOLDERS = ("shared", *PROJECTS, "comparison")
+SOURCES = [ROOT / "compare.py", *sorted(path for folder in FOLDERS for path in (ROOT / folder).glob("*.py"))]
 COMMANDS = {
+    "compare.py": (compare.main, compare.COMMANDS),
     "adm_unet/train.py": (adm_unet.train.train, adm_unet.train.PRESETS),
     "adm_unet/sample.py": (adm_unet.sample.sample, adm_unet.sample.SampleConfig),
     "minimal_uvit/train.py": (minimal_uvit.train.train, minimal_uvit.train.PRESETS),
@@ -51,8 +54,9 @@ def test_a_file_reads_well(path):
         if isinstance(node, ast.ImportFrom):
             package = node.module.split(".")[0]
             own = path.parent.name
-            allowed = {"shared", "posthoc_ema"} if own != "shared" else {"shared"}
-            assert package not in PROJECTS or package == own or package in allowed, f"imports {node.module}"
+            allowed = {own, "posthoc_ema"} if own in PROJECTS else set() if own == "shared" else {*PROJECTS}
+            assert package not in PROJECTS or package in allowed, f"imports {node.module}"
+            assert package not in ("compare", "comparison") or own not in ("shared", *PROJECTS)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -70,6 +74,15 @@ def test_every_option_has_a_sentence(command, monkeypatch):
 
 
 @pytest.mark.parametrize("command, arguments, sentence", [
+    ("compare.py", "--long-skips constant:2", r"'constant:2': long-skip kappa is 2.0: it must be in"),
+    ("compare.py", "--long-skips scaled", "long-skip kind 'scaled' is unknown"),
+    ("compare.py", "--networks dit", "invalid choice 'dit'"),
+    ("compare.py", "--lr nan", "lr has nan"),
+    ("compare.py", "--seeds", "seeds is empty"),
+    ("compare.py", "theory --depths 0", "depths are"),
+    ("compare.py", "theory --long-skips learnable", "theory takes constants only"),
+    ("compare.py", "--data.source nowhere --out {tmp}/r", "nowhere"),
+    ("compare.py", "--out /dev/null", "out, /dev/null, is a file"),
     ("minimal_uvit/train.py", "--lr x", "--lr: could not convert string to float: 'x'"),
     ("minimal_uvit/train.py", "--lr -1", "lr is -1.0: it must be positive"),
     ("minimal_uvit/train.py", "--net.width 0", "width and num_heads must be at least 1"),
