@@ -15,6 +15,8 @@ from posthoc_ema.tinygrad_bridge import find_clang, to_tinygrad
 try:
     find_clang()
 except ValueError as error:
+    if "CI" in os.environ:  # there the compiler must be had
+        raise
     pytest.skip(str(error), allow_module_level=True)
 
 
