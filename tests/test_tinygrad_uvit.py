@@ -87,14 +87,19 @@ def test_random_config(kind, seed):
 
 
 def test_initial_weights_are_distributed_alike():
-    """Of each weight, the standard deviation over its elements, to what so many draws allow."""
-    config = replace(TINY, width=64, num_classes=40, mlp_time_embed=True)
-    net, twin = uvit.UViT(config), UViT(config)
-    for name, value in get_state_dict(twin).items():
-        ours, expected = value.numpy(), net.state_dict()[name].numpy()
-        tolerance = 6 / np.sqrt(2 * ours.size)
-        assert ours.std() == pytest.approx(expected.std(), rel=2 * tolerance), name
-        assert ours.mean() == pytest.approx(expected.mean(), abs=tolerance * max(ours.std(), 1e-3)), name
+    """Mean and standard deviation over the elements of each weight that has many, to what so many draws
+    allow: five standard errors of both."""
+    config = replace(TINY, depth=2, num_classes=40, mlp_time_embed=True)
+    torch.manual_seed(0)
+    Tensor.manual_seed(0)
+    net, weights = uvit.UViT(config), get_state_dict(UViT(config))
+    Tensor.realize(*weights.values())
+    large = [name for name, value in weights.items() if value.numel() >= 64]
+    assert {"pos_embed", "label_embed.weight", "in_blocks.0.attn.qkv.weight", "patch_embed.weight"} <= {*large}
+    for name in large:
+        ours, expected = weights[name].numpy(), net.state_dict()[name].numpy()
+        assert ours.std() == pytest.approx(expected.std(), rel=5 / ours.size**0.5), name
+        assert ours.mean() == pytest.approx(expected.mean(), abs=7 * expected.std() / ours.size**0.5), name
 
 
 def test_impossible_inputs():

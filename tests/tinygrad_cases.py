@@ -56,8 +56,8 @@ def gradients(loss: Tensor, net: object, *also: Tensor) -> dict[str, np.ndarray]
 
 
 def assert_same_gradients(ours: dict[str, np.ndarray], net: torch.nn.Module) -> None:
-    """To 2e-4 of each weight's largest, after net's backward pass, and no closer than 1e-6 of the largest of all:
-    a bias that a normalization takes out again has the rounding of float32 for a gradient."""
+    """To 2e-4 of each weight's largest, after net's backward pass, and no closer than 1e-6 of the largest of
+    all: a bias that a normalization takes out again has the rounding of float32 for a gradient."""
     largest = max(float(p.grad.abs().max()) for p in net.parameters() if p.grad is not None)
     for name, p in net.named_parameters():
         reference = np.zeros(p.shape) if p.grad is None else p.grad.numpy()
