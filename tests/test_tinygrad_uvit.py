@@ -95,11 +95,11 @@ def test_initial_weights_are_distributed_alike():
     net, weights = uvit.UViT(config), get_state_dict(UViT(config))
     Tensor.realize(*weights.values())
     large = [name for name, value in weights.items() if value.numel() >= 64]
-    assert {"pos_embed", "label_embed.weight", "in_blocks.0.attn.qkv.weight", "patch_embed.weight"} <= {*large}
+    assert {"pos_embed", "label_embed.weight", "patch_embed.weight"} <= {*large}
     for name in large:
         ours, expected = weights[name].numpy(), net.state_dict()[name].numpy()
         assert ours.std() == pytest.approx(expected.std(), rel=5 / ours.size**0.5), name
-        assert ours.mean() == pytest.approx(expected.mean(), abs=7 * expected.std() / ours.size**0.5), name
+        assert abs(ours.mean() - expected.mean()) <= 7 * expected.std() / ours.size**0.5, name
 
 
 def test_impossible_inputs():
