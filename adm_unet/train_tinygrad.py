@@ -12,8 +12,8 @@ one format, and `sample.py` draws from either's.
 Reading order: `PRESETS`, `compiled`, `train`. Ctrl-C saves and stops; the same command goes on.
 
 Deviations: one process, float32; TinyJit compiles in any case. Validation and pictures are PyTorch's, of the
-same averaged weights. Dropout draws from tinygrad's own random numbers. The digits preset takes fewer images
-than PyTorch's, in smaller steps: on a CPU tinygrad's convolutions take many times as long.
+same averaged weights. Dropout draws from tinygrad's own random numbers, and others after resuming. The digits
+preset takes fewer images than PyTorch's, in smaller steps: on a CPU convolutions take ten times as long.
 """
 
 from collections.abc import Callable
@@ -89,6 +89,7 @@ def train(config: TrainConfig) -> None:
     find_clang()
     require(config.precision == "float32", f"precision is {config.precision}: tinygrad trains in float32")
     require(config.run.device in ("auto", "cpu"), "device is PyTorch's: set DEV to choose tinygrad's")
+    require(not config.run.compile, "compile is PyTorch's: tinygrad compiles in any case")
     train_set, validation_set = load_data(config.data)
     check(config, train_set)
     if not config.net.num_classes:  # it is shown no labels

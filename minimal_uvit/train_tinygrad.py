@@ -84,6 +84,7 @@ def train(config: TrainConfig) -> None:
     find_clang()
     require(config.precision == "float32", f"precision is {config.precision}: tinygrad trains in float32")
     require(config.run.device in ("auto", "cpu"), "device is PyTorch's: set DEV to choose tinygrad's")
+    require(not config.run.compile, "compile is PyTorch's: tinygrad compiles in any case")
     train_set, validation_set = load_data(config.data)
     check(config, train_set)
     if not config.net.num_classes:  # it is shown no labels

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,9 @@ COMMANDS = {
     "edm2_mp_unet/train.py": (edm2_mp_unet.train.train, edm2_mp_unet.train.PRESETS),
     "edm2_mp_unet/sample.py": (edm2_mp_unet.sample.sample, edm2_mp_unet.sample.SampleConfig),
 }
+for project in PROJECTS[:3]:
+    twin = import_module(f"{project}.train_tinygrad")
+    COMMANDS[f"{project}/train_tinygrad.py"] = (twin.train, twin.PRESETS)
 
 
 def test_shared_is_small():

@@ -131,6 +131,8 @@ def test_refusals(project, tmp_path):
         train(replace(whole, precision="bfloat16"))
     with pytest.raises(ValueError, match="set DEV to choose tinygrad's"):
         train(replace(whole, run=replace(whole.run, device="meta")))
+    with pytest.raises(ValueError, match="compile is PyTorch's"):
+        train(replace(whole, run=replace(whole.run, compile=True)))
     trainer(project).train(whole)
     with pytest.raises(ValueError, match="framework None, not tinygrad"):
         train(whole)

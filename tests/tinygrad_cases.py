@@ -2,8 +2,6 @@
 
 import os
 
-os.environ.setdefault("DEV", "CPU")
-
 import numpy as np
 import pytest
 import torch
