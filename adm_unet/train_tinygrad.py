@@ -5,7 +5,7 @@ Papers: as in `train.py`. Of one config and seed both frameworks start from the 
 batches, noise levels and noise: their losses agree for as long as rounding allows. Folders and snapshots have
 one format, and `sample.py` draws from either's.
 
-    python adm_unet/train_tinygrad.py                      # digits, about 10 minutes on a laptop's CPU
+    python adm_unet/train_tinygrad.py                      # digits, 16 minutes on two busy cores
     python adm_unet/train_tinygrad.py classifier           # of noisy digits, to guide with
     DEV=CUDA python adm_unet/train_tinygrad.py imagenet64  # tinygrad finds its device by itself
 

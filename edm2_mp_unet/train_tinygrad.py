@@ -4,7 +4,7 @@ Paper: as in `train.py`. Of one config and seed both frameworks start from the s
 batches, noise levels and noise: their losses agree for as long as rounding allows. Folders and snapshots have
 one format, and `sample.py` draws from either's.
 
-    python edm2_mp_unet/train_tinygrad.py                            # digits, 15 minutes on a laptop's CPU
+    python edm2_mp_unet/train_tinygrad.py                            # digits, 19 minutes on two busy cores
     python edm2_mp_unet/train_tinygrad.py --net.long-skip.kind constant
     DEV=CUDA python edm2_mp_unet/train_tinygrad.py edm2_img64_s      # tinygrad finds its device by itself
 
