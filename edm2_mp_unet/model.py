@@ -282,10 +282,10 @@ class Denoiser(nn.Module):
         (B, *shape), C, K, s = x.shape, self.config.in_channels, self.config.num_classes, self.stride
         fits = len(shape) == 3 and shape[0] == C and shape[1] % s == 0 and shape[2] % s == 0
         require(fits, f"images are {tuple(shape)}, but this EDM2 takes ({C}, H, W), H and W multiples of {s}")
-        require(sigma.shape == (B,), f"sigma is {tuple(sigma.shape)}, not one number for each of {B} images")
+        require(sigma.shape == (B,), f"sigma is {tuple(sigma.shape)}, but images are {tuple(x.shape)}")
         require(labels is None or K > 0, "this EDM2 is unconditional: it takes no labels")
-        fits = labels is None or labels.shape in ((B,), (B, K))
-        require(fits, f"labels are neither ({B},) indices nor ({B}, {K}) weights of classes")
+        fits = labels is None or labels.shape in ((B,), (B, K))  # a sentence with B would compile B in
+        require(fits, f"labels are neither an index nor {K} weights of classes for each image")
         if x.device.type == "cpu" and not torch.compiler.is_compiling():  # looking would stall a GPU
             require(bool((sigma > 0).all()), f"sigma {sigma.min().item():g} is not positive")
             if labels is not None and labels.ndim == 1:
