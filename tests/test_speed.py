@@ -7,13 +7,15 @@ import pytest
 import torch
 from test_house import run_cli
 
+import benchmarks.data
 from benchmarks.speed import CONFIGS, OURS, Options, build_ours, count_flops, main
 
 DIGITS = ["--sizes", "digits", "--batch-size", "2", "--pairs", "1", "--device", "cpu"]
 
 
 def test_a_tiny_run(capsys):
-    main(Options(("uvit", "edm2"), ("digits",), ("train", "evaluate"), 2, pairs=1, memory=False, device="cpu"))
+    few = dict(batch_size=2, pairs=1, memory=False, device="cpu")
+    main(Options(("uvit", "edm2"), ("digits",), ("train", "evaluate"), **few))
     head, columns, _, *rows = capsys.readouterr().out.splitlines()
     assert re.search(r"threads, torch .*, batch 2, eager, 1 rounds", head)
     for row, name in zip(rows, ("uvit", "uvit", "edm2", "edm2"), strict=True):
@@ -21,9 +23,18 @@ def test_a_tiny_run(capsys):
         assert all(float(cell) > 0 for cell in row.split("|")[5:8])
 
 
+def test_the_data_benchmark_reads_all_kinds(capsys):
+    options = benchmarks.data.Options(images=20, batch_size=2, steps=1, width=16, device="cpu")
+    benchmarks.data.main(options)
+    rows = capsys.readouterr().out.splitlines()[3:]
+    assert [row.split(" | ")[0] for row in rows] == ["| folder", "| zip", "| npz"]
+    assert all(0 <= float(row.split(" | ")[3].removesuffix("%")) <= 100 for row in rows)
+
+
 @pytest.mark.parametrize("arguments, sentence", [
-    (["--released", "{tmp}"], "has none of libs/uvit.py, guided_diffusion/unet.py, training/networks_edm2.py"),
-    (["--pairs", "0"], "batch_size and pairs must be at least 1"), (["--sizes", "large"], "invalid choice"),
+    (["--released", "{tmp}"], "has none of libs/uvit.py, guided_diffusion/unet.py, training/networks"),
+    (["--pairs", "0"], "batch_size and pairs must be at least 1"),
+    (["--sizes", "large"], "invalid choice"),
 ])
 def test_bad_input_is_one_line(arguments, sentence, monkeypatch, tmp_path: Path):
     arguments = [word.format(tmp=tmp_path) for word in arguments]
