@@ -16,10 +16,10 @@ With `--released` a network has the released weights' names and values, and both
 largest output before anything is timed. The released train step is what the released loops do: an optimizer
 that is not fused, and averages updated tensor by tensor. It always runs as it is, also under `--compile`.
 
-Memory is the peak of a step in a process of its own over that process before it had a network: resident
-memory as Linux counts it on a CPU, allocated memory on CUDA. What is left of it without weights, gradients,
-moments and averages, whose sizes are known, is called activations; on a CPU it holds workspaces too, and
-below some 20 MB what an allocator keeps outweighs it.
+Memory is the peak of two steps in a process of their own over that process before it had a network: resident
+memory as Linux counts it on a CPU, allocated memory on CUDA. In brackets is what is left of it without the
+weights, moments and averages, whose sizes are known: activations and gradients, and on a CPU workspaces and
+some 10 MB that an allocator keeps.
 """
 
 import contextlib
@@ -248,7 +248,8 @@ def resident(key: str) -> float:
 
 
 def measure_memory(options: Options, name: Network, task: Task, config: dict, folder: Path | None) -> tuple:
-    """(peak, activations) of a step in MB, in a process of its own; a folder: of the released network."""
+    """Peak in MB of a step in a process of its own, and of it all but weights, two moments and two averages;
+    with a folder, of the released network."""
     device = start(options)
     tiny = CONFIGS["uvit", "digits"]  # a first step, which loads what PyTorch puts off loading
     first = build_ours("uvit", tiny).to(device), make_batch("uvit", tiny, 1, device)
@@ -256,10 +257,11 @@ def measure_memory(options: Options, name: Network, task: Task, config: dict, fo
     before = resident("VmRSS")
     net = build_released(name, config, folder) if folder else build_ours(name, config, options.checkpointing)
     batch = make_batch(name, config, options.batch_size, device)
-    make_step(options, name, task, net.to(device), batch, ours=not folder)()
+    step = make_step(options, name, task, net.to(device), batch, ours=not folder)
+    for _ in range(2):  # the moments are there from the second on
+        step()
     peak = resident("VmHWM") - before if device.type == "cpu" else torch.cuda.max_memory_allocated() / 1e6
-    copies = 6 if task == "train" else 1  # weights, gradients, two moments, two averages
-    return peak, peak - copies * sum(p.nbytes for p in net.parameters()) / 1e6
+    return peak, peak - 5 * sum(p.nbytes for p in net.parameters()) / 1e6
 
 
 # The command ------------------------------------------------------------------------------------------------
@@ -349,7 +351,7 @@ def main(options: Options) -> None:
     Run.compile(SimpleNamespace(config=options), nn.Identity())  # refuses at once where there is no compiler
     print(f"{machine(device)}, batch {options.batch_size}, {'compiled' if options.compile else 'eager'}, "
           f"{options.pairs} rounds")
-    ours = ["ms", "GFLOP/s", "of sgemm", "peak MB (activations)"]
+    ours = ["ms", "GFLOP/s", "of sgemm", "peak MB (activations, gradients)"]
     head = ["network", "size", "task", "ratio", *ours, *(f"released: {cell}" for cell in ours)]
     print(f"| {' | '.join(head)} |\n{'| --- ' * len(head)}|")
     for case in product(options.networks, options.sizes, options.tasks):
