@@ -111,7 +111,8 @@ def write_snapshots(options: Options, folder: Path) -> None:
             header = {"network": "benchmark", "config": {}, "nimg": nimg, "sigma_rel": sigma_rel}
             path = snapshot_path(folder, nimg, sigma_rel)
             save_snapshot(path, weights, header, "float16")
-            path.with_suffix(".pickle").write_bytes(pickle.dumps([value.half() for value in weights.values()]))
+            low = [value.half() for value in weights.values()]
+            path.with_suffix(".pickle").write_bytes(pickle.dumps(low))
 
 
 def compare_reconstructions(rounds: int, folder: Path, lengths: list[float]) -> None:
