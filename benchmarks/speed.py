@@ -316,17 +316,17 @@ def row(options: Options, name: Network, size: Size, task: Task, folder: Path | 
     config, device = CONFIGS[name, size], start(options)
     if task == "sample" and size == "small":
         config = config | LABELS[name]
+    memory = []
+    if options.memory:  # first, while there is room
+        with get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+            for where in [None, folder] if folder else [None]:
+                memory.append(pool.apply(measure_memory, (options, name, task, config, where)))
     batch = make_batch(name, config, options.batch_size, device)
     nets = pair(options, name, config, folder, batch)
     steps = [make_step(options, name, task, net.to(device), batch, net is nets[0]) for net in nets]
     multiply, multiply_flops = sgemm(device)
     *seconds, gemm = time_in_turns([*steps, multiply], options.pairs, device)
     flops = count_flops(name, task, config, options.batch_size)
-    memory = []
-    if options.memory:
-        with get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
-            for where in (None, folder)[: len(nets)]:
-                memory.append(pool.apply(measure_memory, (options, name, task, config, where)))
     cells = []
     for k, times in enumerate(seconds):
         rate = flops / times
