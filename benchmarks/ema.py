@@ -122,7 +122,7 @@ def compare_reconstructions(rounds: int, folder: Path, lengths: list[float]) -> 
             figures.append([pool.apply(measure, (way, folder, lengths)) for way in ways])
     (released, more), (ours, less) = np.median(figures[1:], axis=0)  # the first fills the page cache
     ratios = np.array([pair[0][0] / pair[1][0] for pair in figures[1:]])
-    print(f"  {len(lengths)} lengths: {released:.1f} s, {more:.0f} MB to unpickle and add; {ours:.1f} s, "
+    print(f"  lengths: {len(lengths)}; {released:.1f} s, {more:.0f} MB to unpickle and add; {ours:.1f} s, "
           f"{less:.0f} MB: {quartiles(ratios)}, {more / less:.1f} times less memory", flush=True)
 
 

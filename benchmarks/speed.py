@@ -12,9 +12,10 @@ Rounds take turns: a step of ours, the released code's, and a matrix product tha
 at that moment; which is first alternates. Times are medians; `of sgemm` and `ratio`, released over ours, are
 medians of the rounds' own, with quartiles. On CUDA times are those of events, in bfloat16.
 
-With `--released` a network has the released weights' names and values, and both must agree to 2e-5 of the
-largest output before anything is timed. The released train step is what the released loops do: an optimizer
-that is not fused, and averages updated tensor by tensor. It always runs as it is, also under `--compile`.
+With `--released` both networks have the same weights and inputs, and must agree to 2e-5 of the largest output
+before anything is timed. The released train step is what the released loops do: an optimizer that is not
+fused, and averages updated tensor by tensor. It runs as it is, also under `--compile`, which compiles ours as
+train.py does: one graph for batches of every size.
 
 Memory is the peak of two steps in a process of their own over that process before it had a network: resident
 memory as Linux counts it on a CPU, allocated memory on CUDA. In brackets is what is left of it without the
@@ -100,7 +101,7 @@ class Options:
     sizes: tuple[Size, ...] = ("digits", "small")  # released: CIFAR-10 U-ViT-S/2, ADM 64x64, EDM2-XS
     tasks: tuple[Task, ...] = ("train", "evaluate", "sample")  # what to time it in
     batch_size: int = 16  # images of a step
-    compile: bool = False  # torch.compile our networks, as train.py does; the released ones stay as they are
+    compile: bool = False  # torch.compile our networks; the released ones stay as they are
     checkpointing: bool = False  # our networks recompute blocks in the backward pass
     pairs: int = 9  # rounds that are timed
     released: tuple[Path, ...] = ()  # checkouts of the released code, to time beside ours
@@ -332,8 +333,8 @@ def row(options: Options, name: Network, size: Size, task: Task, folder: Path | 
         rate = flops / times
         of_gemm = np.median(rate * gemm / multiply_flops)
         cells += [f"{np.median(times) * 1e3:.1f}", f"{np.median(rate) / 1e9:.1f}", f"{of_gemm:.2f}"]
-        peak, rest = memory[k] if memory else (np.nan, np.nan)
-        cells.append(f"{peak:.0f} ({rest:.0f})" if task == "train" else f"{peak:.0f}")
+        peak, rest = (f"{megabytes:.0f}" for megabytes in memory[k]) if memory else ("", "")
+        cells.append(f"{peak} ({rest})" if memory and task == "train" else peak)
     ratio = quartiles(seconds[1] / seconds[0]) if folder else ""
     return [name, size, task, ratio, *cells, *[""] * (8 - len(cells))]
 

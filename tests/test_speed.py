@@ -8,7 +8,7 @@ import torch
 from test_house import run_cli
 
 import benchmarks.data
-from benchmarks.speed import CONFIGS, OURS, Options, build_ours, count_flops, main
+from benchmarks.speed import CONFIGS, OURS, Options, build_ours, count_flops, main, measure_memory
 
 DIGITS = ["--sizes", "digits", "--batch-size", "2", "--pairs", "1", "--device", "cpu"]
 
@@ -21,6 +21,13 @@ def test_a_tiny_run(capsys):
     for row, name in zip(rows, ("uvit", "uvit", "edm2", "edm2"), strict=True):
         assert row.count("|") == columns.count("|") and row.startswith(f"| {name} | digits | ")
         assert all(float(cell) > 0 for cell in row.split("|")[5:8])
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's own count")
+def test_memory_has_the_weights_and_more():
+    options, config = Options(batch_size=4, device="cpu"), CONFIGS["uvit", "small"]
+    peak, rest = measure_memory(options, "uvit", "train", config, None)
+    assert peak - rest == pytest.approx(5 * 4 * 7.73, rel=0.01) and peak > 5 * 4 * 7.73
 
 
 def test_the_data_benchmark_reads_all_kinds(capsys):
