@@ -204,12 +204,12 @@ class Block(nn.Module):
         y = mp_silu(y * scale[:, :, None, None].to(y.dtype))
         y = self.conv_res1(F.dropout(y, config.dropout, self.training))
         x = mp_sum(main, y, config.res_balance)
-        if self.num_heads:  # cosine attention: q and k of unit magnitude, so that logits cannot grow
+        if self.num_heads:  # cosine attention, whose logits cannot grow; contiguous, or it is not fused
             qkv = rearrange(self.attn_qkv(x), "B (h d n) H W -> n B h (H W) d", n=3, h=self.num_heads)
-            y = F.scaled_dot_product_attention(*normalize(qkv, dim=-1).unbind())                  # B h L d
+            y = F.scaled_dot_product_attention(*normalize(qkv.contiguous(), dim=-1).unbind())     # B h L d
             y = self.attn_proj(rearrange(y, "B h (H W) d -> B (h d) H W", H=x.shape[2]))
             x = mp_sum(x, y, config.attn_balance)
-        return x if config.clip_act is None else x.clamp(-config.clip_act, config.clip_act)
+        return x if config.clip_act is None else x.clamp_(-config.clip_act, config.clip_act)
 
 
 class UNet(nn.Module):
@@ -282,10 +282,10 @@ class Denoiser(nn.Module):
         (B, *shape), C, K, s = x.shape, self.config.in_channels, self.config.num_classes, self.stride
         fits = len(shape) == 3 and shape[0] == C and shape[1] % s == 0 and shape[2] % s == 0
         require(fits, f"images are {tuple(shape)}, but this EDM2 takes ({C}, H, W), H and W multiples of {s}")
-        require(sigma.shape == (B,), f"sigma is {tuple(sigma.shape)}, not one number for each of {B} images")
+        require(sigma.shape == (B,), f"sigma is {tuple(sigma.shape)}, but images are {tuple(x.shape)}")
         require(labels is None or K > 0, "this EDM2 is unconditional: it takes no labels")
-        fits = labels is None or labels.shape in ((B,), (B, K))
-        require(fits, f"labels are neither ({B},) indices nor ({B}, {K}) weights of classes")
+        fits = labels is None or labels.shape in ((B,), (B, K))  # a sentence with B would compile B in
+        require(fits, f"labels are neither an index nor {K} weights of classes for each image")
         if x.device.type == "cpu" and not torch.compiler.is_compiling():  # looking would stall a GPU
             require(bool((sigma > 0).all()), f"sigma {sigma.min().item():g} is not positive")
             if labels is not None and labels.ndim == 1:

@@ -133,7 +133,7 @@ class Block:
         y = mp_silu(y * scale[:, :, None, None].cast(y.dtype))
         y = self.conv_res1(y.dropout(config.dropout))
         x = mp_sum(main, y, config.res_balance)
-        if self.num_heads:  # cosine attention: q and k of unit magnitude, so that logits cannot grow
+        if self.num_heads:  # cosine attention, whose logits cannot grow
             qkv = rearrange(self.attn_qkv(x), "B (h d n) H W -> n B h (H W) d", n=3, h=self.num_heads)
             q, k, v = normalize(qkv, dim=-1)
             y = q.scaled_dot_product_attention(k, v)                           # B h L d
@@ -209,10 +209,10 @@ class Denoiser:
         (B, *shape), C, K, s = x.shape, self.config.in_channels, self.config.num_classes, self.stride
         fits = len(shape) == 3 and shape[0] == C and shape[1] % s == 0 and shape[2] % s == 0
         require(fits, f"images are {tuple(shape)}, but this EDM2 takes ({C}, H, W), H and W multiples of {s}")
-        require(sigma.shape == (B,), f"sigma is {tuple(sigma.shape)}, not one number for each of {B} images")
+        require(sigma.shape == (B,), f"sigma is {tuple(sigma.shape)}, but images are {tuple(x.shape)}")
         require(labels is None or K > 0, "this EDM2 is unconditional: it takes no labels")
         fits = labels is None or labels.shape in ((B,), (B, K))
-        require(fits, f"labels are neither ({B},) indices nor ({B}, {K}) weights of classes")
+        require(fits, f"labels are neither an index nor {K} weights of classes for each image")
         if not capturing:  # TinyJit records operations on values that nobody can look at
             require(sigma.numpy().min() > 0, f"sigma {sigma.numpy().min():g} is not positive")
             if labels is not None and labels.ndim == 1:

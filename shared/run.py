@@ -151,10 +151,17 @@ class Run:
         signal.signal(number, self.handlers[number])  # a second signal is not caught
 
     def compile(self, net: nn.Module) -> Callable:
-        """`net`, compiled where asked for."""
+        """`net`, compiled where asked for: one graph, for batches of every size."""
         compiler = any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++")))
         require(compiler or not self.config.compile, "--compile needs a C++ compiler: install g++")
-        return torch.compile(net) if self.config.compile else net
+        compiled = torch.compile(net, fullgraph=True) if self.config.compile else net
+
+        def call(*args: Tensor | None, **options: Any) -> Any:
+            for batch in filter(torch.is_tensor, args):
+                torch._dynamo.maybe_mark_dynamic(batch, 0)  # else the next size is a graph of its own
+            return compiled(*args, **options)
+
+        return call if self.config.compile else net
 
     def resume(self, **parts: Any) -> None:
         """Give network, optimizer, averages, ... their state back where there is a checkpoint, and cut the
@@ -169,15 +176,12 @@ class Run:
             except Exception as error:
                 told = f"{path} is truncated or no checkpoint of this run"
                 raise ValueError(f"{told}: delete it to start anew") from error
-        log = self.folder / "log.jsonl"
-        if self.rank == 0 and log.exists():
+        if self.rank == 0 and (log := self.folder / "log.jsonl").exists():
             lines = log.read_bytes()[:size]
             write_whole(log, lambda file: file.write(lines))
         self.bar.initial = self.bar.n = self.bar.last_print_n = self.nimg  # its rate counts what is to come
 
-    def batches(
-        self, dataset: Dataset, batch_size: int, seed: int, flip: bool = False
-    ) -> Iterator[tuple[Tensor, Tensor | None]]:
+    def batches(self, dataset: Dataset, batch_size: int, seed: int, flip: bool = False) -> Iterator[tuple]:
         """This rank's part of each global batch, from where the run stands to its end or a signal: images
         (B / world, C, H, W) and labels (B / world,) or None, on the device. Counts `nimg`."""
         require(batch_size % self.world == 0, f"{self.world} ranks do not divide batch_size {batch_size}")
@@ -219,8 +223,7 @@ class Run:
 
     def record(self, loss: float, grad_norm: float) -> bool:
         """What `reduce` does with one rank, for a framework that computes its own gradient norm."""
-        if self.world == 1:
-            self.signal = self.caught
+        self.signal = self.caught if self.world == 1 else self.signal
         self.grad_norm, finite = grad_norm, math.isfinite(loss) and math.isfinite(grad_norm)
         self.skipped = 0 if finite else self.skipped + 1
         self.losses.append(loss if finite else None)
@@ -235,8 +238,7 @@ class Run:
         losses = [loss for loss in self.losses if loss is not None]
         loss = sum(losses) / len(losses) if losses else None
         grad_norm = self.grad_norm if math.isfinite(self.grad_norm) else None
-        skipped = len(self.losses) - len(losses)
-        line = {"nimg": self.nimg, "loss": loss, "grad_norm": grad_norm, "skipped": skipped}
+        line = {"nimg": self.nimg, "loss": loss, "grad_norm": grad_norm, "skipped": self.losses.count(None)}
         self.losses = []
         if self.rank == 0:
             with open(self.folder / "log.jsonl", "ab", buffering=0) as file:  # one write, so one whole line
@@ -245,8 +247,7 @@ class Run:
 
     def save(self, **parts: Any) -> None:
         """Write checkpoint.pt: the state of what `resume` takes, and the run's own."""
-        log = self.folder / "log.jsonl"
-        size = log.stat().st_size if log.exists() else 0
+        size = log.stat().st_size if (log := self.folder / "log.jsonl").exists() else 0
         state = {name: part.state_dict() for name, part in parts.items()}
         state["run"] = (self.nimg, self.losses, self.skipped, size)
         if self.rank == 0:
@@ -266,9 +267,8 @@ def differences(saved: Any, ours: Any, name: str = "") -> Iterator[tuple[str, An
 def validate(D: Denoiser, dataset: Dataset, device: torch.device, most: int = 512) -> dict[str, float]:
     """EDM's weighted loss at each of VALIDATION_SIGMAS over the first `most` images, always under the same
     noise: {sigma: loss}. Empty where there are no validation images."""
-    indices = np.arange(min(len(dataset), most))
-    images = torch.from_numpy(dataset.images(indices)).to(device)
-    labels = None if dataset.labels is None else torch.from_numpy(dataset.labels[indices]).to(device)
+    images = torch.from_numpy(dataset.images(np.arange(len(dataset))[:most])).to(device)
+    labels = None if dataset.labels is None else torch.from_numpy(dataset.labels[:most]).to(device)
     noise = torch.randn(images.shape, generator=torch.Generator().manual_seed(0)).to(device)
     sigmas = [torch.full((len(images),), sigma, device=device) for sigma in VALIDATION_SIGMAS if len(images)]
     return {f"{s[0]:g}": edm_loss(D, images, s, noise, labels).mean().item() for s in sigmas}

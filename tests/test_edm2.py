@@ -508,12 +508,12 @@ def test_impossible_inputs():
         (net, (x[:, :2], sigma, labels), r"\(2, 8, 8\), but this EDM2 takes \(3, H, W\)"),
         (net, (x[:, :, :7], sigma, labels), "multiples of 2"),
         (net, (x[0], sigma, labels), r"\(8, 8\)"),
-        (net, (x, sigma[:2], labels), r"sigma is \(2,\), not one number for each of 3"),
+        (net, (x, sigma[:2], labels), r"sigma is \(2,\), but images are \(3, "),
         (net, (x, 0 * sigma, labels), "sigma 0 is not positive"),
         (net, (x, -sigma, labels), "sigma -20 is not positive"),
         (net, (x, sigma, torch.tensor([0, 5, 1])), r"labels 0\.\.5 not in 0\.\.4"),
         (net, (x, sigma, torch.tensor([0, -1, 1])), r"labels -1\.\.1 not in 0\.\.4"),
-        (net, (x, sigma, torch.zeros(3, 4)), r"neither \(3,\) indices nor \(3, 5\)"),
+        (net, (x, sigma, torch.zeros(3, 4)), "neither an index nor 5 weights"),
         (unconditional, (x, sigma, labels), "unconditional"),
     ]
     for network, args, sentence in calls:
