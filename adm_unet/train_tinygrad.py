@@ -115,13 +115,14 @@ def train(config: TrainConfig) -> None:
         task = (config.net, config.kind, process)
 
         parted = np.argsort(np.arange(config.batch_size) % config.accumulate, kind="stable")
+        place = np.argsort(parted)  # of each image's loss among those of all parts, one part after the other
         backward, step = compiled(config, task, net, params, optimizer)
         for images, labels in run.batches(train_set, config.batch_size, config.seed, config.data.flip):
             level, weight, noise, labels = draw(config, run, sampler, images, labels)
             steps = level if isinstance(level, torch.Tensor) else torch.from_numpy(level)
             args = convert([images, labels, steps, weight, noise], to_tinygrad)
             losses, norm, *grads = backward(*args)
-            losses = losses.numpy()[np.argsort(parted)]  # from the order of parts to that of images
+            losses = losses.numpy()[place]
             if run.record(float((losses * weight.numpy()).sum()) / config.batch_size, norm.item()):
                 step(Tensor([learning_rate(config, run.nimg)]), *grads)
                 ema.update(run.nimg)
