@@ -171,7 +171,7 @@ def train(config: TrainConfig) -> None:
     with Run(config.run, recipe) as run:
         torch.manual_seed(config.seed)
         net = build(config.net).to(run.device)
-        averaged = copy.deepcopy(net).eval().requires_grad_(False)
+        averaged = copy.deepcopy(net).to(memory_format=torch.channels_last).eval().requires_grad_(False)
         optimizer = torch.optim.AdamW(
             net.parameters(), config.lr, config.betas, weight_decay=config.weight_decay, fused=True
         )

@@ -205,6 +205,8 @@ def make_step(
 
         return step
     net.eval().requires_grad_(False)
+    if ours and name != "uvit":
+        net.to(memory_format=torch.channels_last)  # as sample.py does
     D_w = D if labels is None else guided(D, lambda x, sigma, labels: D(x, sigma, no_labels), GUIDANCE)
 
     @torch.no_grad()

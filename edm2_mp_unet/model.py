@@ -204,12 +204,12 @@ class Block(nn.Module):
         y = mp_silu(y * scale[:, :, None, None].to(y.dtype))
         y = self.conv_res1(F.dropout(y, config.dropout, self.training))
         x = mp_sum(main, y, config.res_balance)
-        if self.num_heads:  # cosine attention: q and k of unit magnitude, so that logits cannot grow
+        if self.num_heads:  # cosine attention, whose logits cannot grow; contiguous, or it is not fused
             qkv = rearrange(self.attn_qkv(x), "B (h d n) H W -> n B h (H W) d", n=3, h=self.num_heads)
-            y = F.scaled_dot_product_attention(*normalize(qkv, dim=-1).unbind())                  # B h L d
+            y = F.scaled_dot_product_attention(*normalize(qkv.contiguous(), dim=-1).unbind())     # B h L d
             y = self.attn_proj(rearrange(y, "B h (H W) d -> B (h d) H W", H=x.shape[2]))
             x = mp_sum(x, y, config.attn_balance)
-        return x if config.clip_act is None else x.clamp(-config.clip_act, config.clip_act)
+        return x if config.clip_act is None else x.clamp_(-config.clip_act, config.clip_act)
 
 
 class UNet(nn.Module):

@@ -133,7 +133,7 @@ class Block:
         y = mp_silu(y * scale[:, :, None, None].cast(y.dtype))
         y = self.conv_res1(y.dropout(config.dropout))
         x = mp_sum(main, y, config.res_balance)
-        if self.num_heads:  # cosine attention: q and k of unit magnitude, so that logits cannot grow
+        if self.num_heads:  # cosine attention, whose logits cannot grow
             qkv = rearrange(self.attn_qkv(x), "B (h d n) H W -> n B h (H W) d", n=3, h=self.num_heads)
             q, k, v = normalize(qkv, dim=-1)
             y = q.scaled_dot_product_attention(k, v)                           # B h L d

@@ -78,7 +78,7 @@ class SampleConfig:
 def place(net: Denoiser, device: str, backend: str) -> Callable:
     """The network in evaluation mode on its device, or its tinygrad twin of the same weights."""
     if backend == "torch":
-        return net.to(device).eval().requires_grad_(False)
+        return net.to(device, memory_format=torch.channels_last).eval().requires_grad_(False)
     from edm2_mp_unet.model_tinygrad import Denoiser as Twin  # here, so that PyTorch's side needs no tinygrad
     from posthoc_ema.tinygrad_bridge import TorchFace
 

@@ -145,7 +145,7 @@ def train(config: TrainConfig) -> None:
     with Run(config.run, recipe) as run:
         torch.manual_seed(config.seed)
         net = Denoiser(config.net).to(run.device)
-        averaged = copy.deepcopy(net).eval().requires_grad_(False)
+        averaged = copy.deepcopy(net).to(memory_format=torch.channels_last).eval().requires_grad_(False)
         optimizer = torch.optim.Adam(net.parameters(), config.lr, config.betas, fused=True)
         ema = PowerFunctionEMA(net, config.sigma_rels)
         parts = dict(net=net, optimizer=optimizer, ema=ema)

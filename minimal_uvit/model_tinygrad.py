@@ -76,8 +76,11 @@ class Block:
         self.fc2 = linear(hidden, D)
 
     def __call__(self, x: Tensor, skip: Tensor | None = None) -> Tensor:
-        if self.skip_linear is not None:
-            x = self.skip_linear(Tensor.cat(x, skip, dim=-1))                  # B L D
+        if self.skip_linear is not None:  # of [x, skip], whose concatenation would take a copy
+            w_x, w_skip = self.skip_linear.weight.chunk(2, dim=1)              # D D each
+            x, skip = x.contiguous(), skip.contiguous()  # stored, as `Linear` does
+            x = x.linear(w_x.T, self.skip_linear.bias) + skip.linear(w_skip.T)    # B L D
+            x = x.contiguous().contiguous_backward()
         x = x + self.attn(self.norm1(x))
         return x + self.fc2(self.fc1(self.norm2(x)).gelu("none"))
 
@@ -109,12 +112,11 @@ class UViT:
 
     def check(self, x: Tensor, labels: Tensor | None, context: Tensor | None) -> None:
         """Raise ValueError, in a sentence, for inputs that this network was not made for."""
-        c, shape = self.config, tuple(x.shape[1:])
-        size = (c.in_channels, c.img_size, c.img_size)
+        c, text = self.config, (0, 0) if context is None else tuple(context.shape[1:])
+        shape, size = tuple(x.shape[1:]), (c.in_channels, c.img_size, c.img_size)
         require(shape == size, f"images are {shape}, but this U-ViT takes {size}")
         size = (c.context_tokens, c.context_dim)
-        shape = (0, 0) if context is None else tuple(context.shape[1:])
-        require(shape == size, f"context is {shape} tokens and width, but this U-ViT takes {size}")
+        require(text == size, f"context is {text} tokens and width, but this U-ViT takes {size}")
         if labels is None:
             require(c.null_class or not c.num_classes, "this U-ViT needs labels: it has no null class")
         else:
