@@ -19,8 +19,9 @@ from shared.files import write_whole
 from shared.run import VALIDATION_SIGMAS
 
 WIDTH = 8.3  # inches, of 100 pixels each in a README
-COLOURS = {"none": "#000000", "inv_sqrt2": "#0072B2", "learnable": "#009E73", "learnable_shared": "#CC79A7"}
-CONSTANTS = ("#D55E00", "#E69F00", "#56B4E9", "#B8A800")  # of one or more constant:K, in the order asked for
+COLOURS = {"none": "#000000", "inv_sqrt2": "#0072B2", "constant:0.7": "#D55E00", "learnable": "#009E73",
+           "learnable_shared": "#CC79A7"}
+CONSTANTS = ("#E69F00", "#56B4E9", "#B8A800")  # of any other constant:K, in the order asked for
 FAR = 3.0  # a loss this many times the lowest of a sweep is not drawn to scale
 EARLY, LATE = 0.15, 0.85  # of the colour map for depths: its ends are too pale and too dark
 

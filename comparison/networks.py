@@ -152,4 +152,4 @@ def describe(network: str, depth: int, parameters: int, shape: tuple[int, int, i
 
 if __name__ == "__main__":
     for name in NETWORKS:
-        print(describe(name, 6, 300_000, (1, 8, 8)))
+        print(describe(name, 4, 300_000, (1, 8, 8)))

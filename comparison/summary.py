@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from comparison.statistics import acceleration, largest_stable, mean_and_error, oscillation
+from comparison.statistics import WINDOW, acceleration, largest_stable, mean_and_error, oscillation
 from comparison.training import Cell
 from shared.files import write_whole
 from shared.run import VALIDATION_SIGMAS
@@ -21,10 +21,10 @@ LABELS = {"inv_sqrt2": "1/√2", "learnable_shared": "shared learnable"}
 NOTE = f"""
 Numbers are means ± standard errors over seeds. Final loss: EDM's validation loss of averaged weights, mean
 over {len(VALIDATION_SIGMAS)} noise levels; against none: the change from the unscaled network, seed by seed.
-Acceleration: how many times sooner a network is where the unscaled one ends; below 1, in what share of its
-steps the unscaled one was where this one ends. Oscillation: of hidden features' magnitude and of gradients'
-norm about their trends, the mean over depths. Sensitivity: change of the raw output F for a small random
-change of the input, relative to it.
+Acceleration: the unscaled network's steps over those after which this one has its final loss; where it never
+has, the steps after which the unscaled one had this one's final loss, over all. Oscillation: relative
+deviation of features' magnitude and of gradients' norm from a parabola over {WINDOW} measurements, the mean
+over depths. Sensitivity: change of the raw output F for a small random change of the input, over that.
 """
 NAMES = {"uvit": "U-ViT", "adm": "ADM", "edm2": "EDM2"}
 

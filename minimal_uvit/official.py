@@ -2,16 +2,21 @@
 
 Papers: arXiv:2209.12152v4 and arXiv:2310.13545v1. `load_official` takes what the released constructor was
 given and its state dict, and returns a `UViT`; nothing may be missing, left over or of another shape.
+`StableDiffusionPrecond` is the denoiser that the released H/2 and H/4 make, which have a noise schedule of
+their own; the others are `VPPrecond`'s.
 """
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from minimal_uvit.model import UViT, UViTConfig
 from shared.check import require
+from shared.diffusion import SIGMA_DATA, per_image
 from shared.files import load_strictly
 from shared.long_skip import LongSkipConfig
 
@@ -37,6 +42,11 @@ NAMES = (
     (r"^final_layer\.", "final_conv."),
     (r"\.mlp\.", "."),
 )
+
+# Presets whose released networks were trained on Stable Diffusion's noise schedule.
+STABLE_DIFFUSION = ("h2_imagenet256", "h4_imagenet512", "s2_mscoco", "s2_deep_mscoco")
+LATENT_SCALE = 0.18215  # released latent networks draw this many times what the autoencoder takes
+LATENT_STD = SIGMA_DATA / LATENT_SCALE  # the same, as a snapshot's header says it
 
 
 def official_config(config: dict) -> UViTConfig:
@@ -95,3 +105,21 @@ def read_official(path: Path, config: UViTConfig) -> UViT:
     except Exception as error:
         raise ValueError(f"{path} is not a PyTorch state dict") from error
     return net
+
+
+class StableDiffusionPrecond:
+    """D(x; sigma) = x - sigma F(x / sqrt(1 + sigma^2), n): a network that predicts the noise at step n of
+    Stable Diffusion's process, 1 .. 1000; between two steps n is linear in ln alpha, as DPM-Solver has it."""
+
+    betas = np.linspace(0.00085**0.5, 0.012**0.5, 1000) ** 2
+    log_alpha = np.cumsum(np.log1p(-betas)) / 2  # alpha_n = 1 / sqrt(1 + sigma_n^2)
+    sigmas = np.expm1(-2 * log_alpha) ** 0.5  # of steps 1 .. 1000
+
+    def __init__(self, net: Callable):
+        self.net = net
+
+    def __call__(self, x: Tensor, sigma: Tensor, labels: Tensor | None = None) -> Tensor:
+        log_alpha = -np.log1p(sigma.double().cpu().numpy() ** 2) / 2
+        n = np.interp(-log_alpha, -self.log_alpha, np.arange(1.0, 1001.0))
+        c_in = per_image(1 / (1 + sigma * sigma) ** 0.5)
+        return x - per_image(sigma) * self.net(c_in * x, torch.from_numpy(n).to(x), labels)

@@ -8,8 +8,8 @@ arXiv:2406.02507v3; U-ViT, arXiv:2209.12152v4.
     python minimal_uvit/sample.py runs/minimal_uvit --num 10000 --out digits.npz
     python minimal_uvit/sample.py --official imagenet64_uvit_mid.pth --preset m4_imagenet64 --labels 207 360
 
-Reading order: `SampleConfig`, `build`, `load`, `draw`. Image k depends on `seed + k` and its label alone,
-whatever the batch size, to float32 rounding.
+Reading order: `SampleConfig`, `build`, `load`, `draw`, `sample`. Image k depends on `seed + k` and its label
+alone, whatever the batch size, to float32 rounding.
 
 Guidance is guide + w (D - guide); the scale s that U-ViT's paper gives is w = 1 + s.
 """
@@ -25,7 +25,7 @@ import tyro
 from tqdm import tqdm
 
 from minimal_uvit.model import PRESETS, UViT, UViTConfig
-from minimal_uvit.official import read_official
+from minimal_uvit.official import LATENT_STD, STABLE_DIFFUSION, StableDiffusionPrecond, read_official
 from posthoc_ema.reconstruct import read_average
 from posthoc_ema.samples import require_fits, save_images
 from posthoc_ema.snapshots import config_from_dict
@@ -35,7 +35,12 @@ from shared.files import load_strictly
 from shared.run import cli, find_device
 from shared.samplers import SAMPLERS, guided, seed_noise, sigma_steps, unlabelled
 
-Precond = EDMPrecond | VPPrecond
+Precond = EDMPrecond | VPPrecond | StableDiffusionPrecond
+LIMITS: dict[type, tuple[float, float]] = {  # noise levels that networks of each are trained for
+    EDMPrecond: (SIGMA_MIN, SIGMA_MAX),
+    VPPrecond: tuple(vp_sigma(np.array([1e-3, 1.0])).tolist()),
+    StableDiffusionPrecond: tuple(StableDiffusionPrecond.sigmas[[0, -1]].tolist()),
+}
 
 
 @dataclass(frozen=True)
@@ -119,7 +124,7 @@ def draw(
     progress: tqdm | None = None,
 ) -> np.ndarray:
     """One batch: images float32 (B, C, H, W), unclipped, of the given seeds and labels."""
-    net, device, vp = D.net.config, next(D.net.parameters()).device, isinstance(D, VPPrecond)
+    net, device = D.net.config, next(D.net.parameters()).device
     shape = (net.in_channels, net.img_size, net.img_size)
 
     def noise(stream: int) -> torch.Tensor:
@@ -130,9 +135,8 @@ def draw(
             progress.update(len(x))
         return D(x, sigma, y)
 
-    limits = vp_sigma(np.array([1e-3, 1.0])).tolist() if vp else (SIGMA_MIN, SIGMA_MAX)
     asked = config.sigma_min, config.sigma_max
-    sigma_min, sigma_max = (b if a is None else a for a, b in zip(asked, limits, strict=True))
+    sigma_min, sigma_max = (b if a is None else a for a, b in zip(asked, LIMITS[type(D)], strict=True))
     sigmas = sigma_steps(config.steps, sigma_min, sigma_max, config.rho)
     churn = dict(S_churn=config.churn, churn_noise=lambda k: noise(k + 1)) if config.churn else {}
     y = None if labels is None else torch.tensor(labels, device=device)
@@ -157,11 +161,19 @@ def choose_labels(config: SampleConfig, classes: int) -> list[int] | None:
     return [turn[k % len(turn)] for k in range(config.num)] if classes else None
 
 
+def load_released(path: Path, preset: str, device: str, backend: str) -> tuple[Precond, dict]:
+    """The denoiser of a released file, and what a snapshot's header would say of what it draws."""
+    precond = StableDiffusionPrecond if preset in STABLE_DIFFUSION else VPPrecond
+    D = precond(place(read_official(path, PRESETS[preset]), device, backend))
+    C = D.net.config.in_channels
+    mean, std = ([0.0] * C, [LATENT_STD] * C) if C == 4 else (None, None)  # latents have four channels
+    return D, {"latent_mean": mean, "latent_std": std}
+
+
 def sample(config: SampleConfig) -> None:
     device = find_device(config.device)
     if config.official:
-        net = read_official(config.official, PRESETS[config.preset])
-        D, header = VPPrecond(place(net, device, config.backend)), {"latent_mean": None, "latent_std": None}
+        D, header = load_released(config.official, config.preset, device, config.backend)
     else:
         D, header = load(config.source, config.sigma_rel, device, config.backend)
     net = D.net.config

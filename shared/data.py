@@ -192,7 +192,7 @@ class Dataset:
             if form != self.form:
                 ours, first = (f and f"{f[0]} {f[1]}" for f in (form, self.form))
                 told = f"it is {ours}, but the first item is {first}"
-                require(self.form is None, f"{told}: image_size makes images one size")
+                require(self.form is None, f"{told}: image_size makes sizes equal, not channels")
                 require(item.ndim == 3 and form[0] in (np.uint8, np.float32), f"{form} is no image or latent")
             return item
 

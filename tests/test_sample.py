@@ -11,7 +11,7 @@ from PIL import Image
 
 import minimal_uvit.sample as uvit
 from minimal_uvit.model import UViT, UViTConfig
-from minimal_uvit.official import load_official
+from minimal_uvit.official import StableDiffusionPrecond, load_official
 from minimal_uvit.sample import SampleConfig, choose_labels, draw, load, sample
 from minimal_uvit.train import TrainConfig, train
 from posthoc_ema.samples import save_images
@@ -172,6 +172,37 @@ def test_released_file(tmp_path, monkeypatch):
         steps = sigma_steps(3, 0.010485992786702987, 152.1669702839464)
         expected = heun(VPPrecond(net), noise, None, steps)
     assert np.abs(drawn.astype(int) - to_uint8(expected.numpy())).max() <= 1
+
+
+def test_released_latents_on_stable_diffusions_schedule(tmp_path, monkeypatch):
+    """Its sigmas end at 14.6146, known of Stable Diffusion; what is drawn is divided by 0.18215 to decode."""
+    case = load_case("uvit_latent")
+    net = load_official(case.meta["config"], case.state_dict)
+    torch.save(case.state_dict, tmp_path / "nnet_ema.pth")
+    monkeypatch.setitem(uvit.PRESETS, "h2_imagenet256", net.config)
+    released = SampleConfig(official=tmp_path / "nnet_ema.pth", preset="h2_imagenet256", num=2, steps=3)
+    with pytest.raises(ValueError, match="latents are no pictures"):
+        sample(replace(released, out=tmp_path / "out.png"))
+    sample(replace(released, out=tmp_path / "out.npz"))
+    drawn, labels = arrays(tmp_path / "out.npz")
+    c = net.config
+    noise = torch.from_numpy(seed_noise([0, 1], (c.in_channels, c.img_size, c.img_size)))
+    with torch.no_grad():
+        steps = sigma_steps(3, 0.0291671, 14.6146412)
+        expected = heun(StableDiffusionPrecond(net), noise, torch.from_numpy(labels), steps)
+    np.testing.assert_allclose(drawn, expected.numpy() / 0.18215, rtol=1e-4, atol=1e-4)
+
+
+def test_stable_diffusions_steps():
+    """The steps that DPM-Solver's discrete schedule, run on the same betas in float32, gives the network."""
+    sigma = torch.tensor([0.0292, 0.05, 0.3, 1.0, 3.0, 10.0, 14.6])
+    told = []
+    x = torch.ones(7, 4, 2, 2)
+    D_x = StableDiffusionPrecond(lambda x, n, labels: told.append(n) or 3 * x)(x, sigma)
+    steps = [1.0022, 2.9205, 81.7486, 354.8901, 674.1552, 934.5067, 999.8346]
+    np.testing.assert_allclose(told[0], steps, rtol=5e-5)
+    expected = 1 - sigma * 3 / (1 + sigma**2) ** 0.5
+    torch.testing.assert_close(D_x[:, 0, 0, 0], expected)
 
 
 def test_choose_labels():
