@@ -43,6 +43,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from adm_unet import official as adm
@@ -106,6 +107,7 @@ class Options:
     pairs: int = 9  # rounds that are timed
     released: tuple[Path, ...] = ()  # checkouts of the released code, to time beside ours
     memory: bool = True  # measure peak memory too, in processes of their own
+    profile: bool = False  # add a column: the operations that take most of a step's time
     threads: int = 0  # CPU threads; 0: as many as PyTorch takes
     device: str = "auto"  # torch device; auto: CUDA where there is one, else the CPU
 
@@ -305,6 +307,18 @@ def time_in_turns(steps: list[Callable], pairs: int, device: torch.device) -> np
     return seconds[:, 2:]
 
 
+def largest(step: Callable, device: torch.device) -> str:
+    """The operations that take most of a step's time, in percent of it."""
+    cuda = device.type == "cuda"
+    with profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * cuda]) as found:
+        for _ in range(3):
+            step()
+    name = "self_device_time_total" if cuda else "self_cpu_time_total"
+    events = sorted(((getattr(event, name), event.key) for event in found.key_averages()), reverse=True)
+    total = sum(time for time, _ in events) / 100
+    return ", ".join(f"{key.removeprefix('aten::')} {time / total:.1f}" for time, key in events[:8])
+
+
 def sgemm(device: torch.device) -> tuple[Callable, int]:
     """A product of square matrices, in the precision of the networks, and its FLOPs."""
     n, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (1024, torch.float32)
@@ -335,8 +349,9 @@ def row(options: Options, name: Network, size: Size, task: Task, folder: Path | 
         cells += [f"{np.median(times) * 1e3:.1f}", f"{np.median(rate) / 1e9:.1f}", f"{of_gemm:.2f}"]
         peak, rest = (f"{megabytes:.0f}" for megabytes in memory[k]) if memory else ("", "")
         cells.append(f"{peak} ({rest})" if memory and task == "train" else peak)
+        cells += [largest(steps[k], device)] if options.profile else []
     ratio = quartiles(seconds[1] / seconds[0]) if folder else ""
-    return [name, size, task, ratio, *cells, *[""] * (8 - len(cells))]
+    return [name, size, task, ratio, *cells, *([""] * len(cells) if folder is None else [])]
 
 
 def machine(device: torch.device) -> str:
@@ -353,6 +368,7 @@ def main(options: Options) -> None:
     print(f"{machine(device)}, batch {options.batch_size}, {'compiled' if options.compile else 'eager'}, "
           f"{options.pairs} rounds")
     ours = ["ms", "GFLOP/s", "of sgemm", "peak MB (activations, gradients)"]
+    ours += ["operations, %"] * options.profile
     head = ["network", "size", "task", "ratio", *ours, *(f"released: {cell}" for cell in ours)]
     print(f"| {' | '.join(head)} |\n{'| --- ' * len(head)}|")
     for case in product(options.networks, options.sizes, options.tasks):

@@ -15,13 +15,15 @@ DIGITS = ["--sizes", "digits", "--batch-size", "2", "--pairs", "1", "--device", 
 
 
 def test_a_tiny_run(capsys):
-    few = dict(batch_size=2, pairs=1, memory=False, device="cpu")
+    few = dict(batch_size=2, pairs=1, memory=False, profile=True, device="cpu")
     main(Options(("uvit", "edm2"), ("digits",), ("train", "evaluate"), **few))
     head, columns, _, *rows = capsys.readouterr().out.splitlines()
     assert re.search(r"threads, torch .*, batch 2, eager, 1 rounds", head)
     for row, name in zip(rows, ("uvit", "uvit", "edm2", "edm2"), strict=True):
         assert row.count("|") == columns.count("|") and row.startswith(f"| {name} | digits | ")
         assert all(float(cell) > 0 for cell in row.split("|")[5:8])
+        shares = [float(text.split()[-1]) for text in row.split("|")[9].split(",")]
+        assert len(shares) == 8 and shares == sorted(shares, reverse=True) and 50 < sum(shares) <= 100
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's own count")
