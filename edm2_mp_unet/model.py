@@ -204,9 +204,10 @@ class Block(nn.Module):
         y = mp_silu(y * scale[:, :, None, None].to(y.dtype))
         y = self.conv_res1(F.dropout(y, config.dropout, self.training))
         x = mp_sum(main, y, config.res_balance)
-        if self.num_heads:  # cosine attention, whose logits cannot grow; contiguous, or it is not fused
-            qkv = rearrange(self.attn_qkv(x), "B (h d n) H W -> n B h (H W) d", n=3, h=self.num_heads)
-            y = F.scaled_dot_product_attention(*normalize(qkv.contiguous(), dim=-1).unbind())     # B h L d
+        if self.num_heads:  # cosine attention, whose logits cannot grow; reordered are its filters, not x
+            w = rearrange(self.attn_qkv.filters(x.dtype), "(h d n) C 1 1 -> (n h d) C", n=3, h=self.num_heads)
+            qkv = rearrange(F.linear(x.flatten(2).mT, w), "B L (n h d) -> n B h L d", n=3, h=self.num_heads)
+            y = F.scaled_dot_product_attention(*normalize(qkv, dim=-1).unbind())                  # B h L d
             y = self.attn_proj(rearrange(y, "B h (H W) d -> B (h d) H W", H=x.shape[2]))
             x = mp_sum(x, y, config.attn_balance)
         return x if config.clip_act is None else x.clamp_(-config.clip_act, config.clip_act)
@@ -309,8 +310,7 @@ class Denoiser(nn.Module):
             self.normalize_weights()
         x, sigma, sigma_data, K = x.float(), sigma.float(), self.config.sigma_data, self.config.num_classes
         labels = x.new_zeros(len(x), K) if labels is None else labels
-        if labels.ndim == 1:
-            labels = labels[:, None] == torch.arange(K, device=x.device)       # B K
+        labels = labels if labels.ndim == 2 else labels[:, None] == torch.arange(K, device=x.device)  # B K
         device = x.device.type if torch.amp.is_autocast_available(x.device.type) else "cpu"
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         with torch.autocast(device, enabled=False):

@@ -234,8 +234,7 @@ class Denoiser:
             self.normalize_weights()
         x, sigma, sigma_data, K = x.float(), sigma.float(), self.config.sigma_data, self.config.num_classes
         labels = Tensor.zeros(len(x), K) if labels is None else labels
-        if labels.ndim == 1:
-            labels = labels[:, None] == Tensor.arange(K)                       # B K
+        labels = labels if labels.ndim == 2 else labels[:, None] == Tensor.arange(K)  # B K
         c_noise, sigma = sigma.log() / 4, sigma[:, None, None, None]           # B, B 1 1 1
         total = sigma**2 + sigma_data**2
         c_skip, c_out, c_in = sigma_data**2 / total, sigma * sigma_data / total**0.5, 1 / total**0.5
