@@ -42,9 +42,9 @@ def steps_to_reach(steps: list[int], losses: list[float], target: float) -> floa
 
 
 def acceleration(steps: list[int], losses: list[float], unscaled: list[float]) -> float | None:
-    """How many times sooner than `unscaled` itself `losses` are first where it ends. Where they never get there
-    it is less than 1: the share of its steps in which `unscaled` was already where `losses` end. None where
-    that is at once."""
+    """How many times sooner than `unscaled` itself `losses` are first where it ends. Where they never get
+    there it is less than 1: the share of its steps in which `unscaled` was already where `losses` end. None
+    where that is at once."""
     reached = steps_to_reach(steps, losses, unscaled[-1])
     if reached is not None:
         return steps_to_reach(steps, unscaled, unscaled[-1]) / reached if reached > 0 else None

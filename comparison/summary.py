@@ -21,8 +21,8 @@ LABELS = {"inv_sqrt2": "1/√2", "learnable_shared": "shared learnable"}
 NOTE = f"""
 Numbers are means ± standard errors over seeds. Final loss: EDM's validation loss of averaged weights, mean
 over {len(VALIDATION_SIGMAS)} noise levels; against none: the change from the unscaled network, seed by seed.
-Acceleration: the steps after which the unscaled network first has its final loss, over those of this one; where
-that never has it, the unscaled one's steps to this one's final loss, over all. Oscillation: relative
+Acceleration: the steps after which the unscaled network first has its final loss, over those of this one;
+where that never has it, the unscaled one's steps to this one's final loss, over all. Oscillation: relative
 deviation of features' magnitude and of gradients' norm from a parabola over {WINDOW} measurements, the mean
 over depths. Sensitivity: change of the raw output F for a small random change of the input, over that.
 """

@@ -102,7 +102,8 @@ def test_acceleration():
     assert acceleration(steps, fast, slow) == 2
     assert acceleration(steps, slow, fast) == 0.5
     assert acceleration(steps, slow, slow) == 1
-    assert acceleration([0, 10, 20, 30], [9, 3, 2, 2], [9, 5, 1, 3]) == 1.5  # first there at 15, not at the end
+    up = [9.0, 5.0, 1.0, 3.0]  # first at its final loss at 15, not at the end
+    assert acceleration([0, 10, 20, 30], [9.0, 3.0, 2.0, 2.0], up) == 1.5
     assert acceleration(steps, [9.0, 9.0, 9.0], slow) is None
 
 
