@@ -5,7 +5,7 @@ hidden features and gradients that oscillate less, and an output that noise in t
 U-ViT (arXiv:2209.12152v4), ADM (arXiv:2105.05233v4) and EDM2 (arXiv:2312.02696v2) are asked alike: with as
 many parameters, and within a seed the same images, noise levels and noise.
 
-    python compare.py                                           # about ten minutes on two cores
+    python compare.py                                           # a quick look: minutes, or tens of them
     python compare.py --depth 12 --steps 1000 --seeds 0 1 2     # deeper and longer: hours
     python compare.py --lr 1e-3 3e-3 1e-2 3e-2 --out runs/lr    # the largest learning rate that still trains
     python compare.py theory                                    # the paper's theorems, on untrained networks
