@@ -16,7 +16,7 @@ from torch import Tensor
 
 from minimal_uvit.model import UViT, UViTConfig
 from shared.check import require
-from shared.diffusion import SIGMA_DATA, per_image
+from shared.diffusion import SIGMA_DATA, VPPrecond
 from shared.files import load_strictly
 from shared.long_skip import LongSkipConfig
 
@@ -107,19 +107,18 @@ def read_official(path: Path, config: UViTConfig) -> UViT:
     return net
 
 
-class StableDiffusionPrecond:
-    """D(x; sigma) = x - sigma F(x / sqrt(1 + sigma^2), n): a network that predicts the noise at step n of
-    Stable Diffusion's process, 1 .. 1000; between two steps n is linear in ln alpha, as DPM-Solver has it."""
+class StableDiffusionPrecond(VPPrecond):
+    """`VPPrecond` of a network whose time is the step n of Stable Diffusion's process, 1 .. 1000; between two
+    steps n is linear in ln alpha, as DPM-Solver has it."""
 
     betas = np.linspace(0.00085**0.5, 0.012**0.5, 1000) ** 2
     log_alpha = np.cumsum(np.log1p(-betas)) / 2  # alpha_n = 1 / sqrt(1 + sigma_n^2)
     sigmas = np.expm1(-2 * log_alpha) ** 0.5  # of steps 1 .. 1000
 
     def __init__(self, net: Callable):
-        self.net = net
+        super().__init__(net, self.step)
 
-    def __call__(self, x: Tensor, sigma: Tensor, labels: Tensor | None = None) -> Tensor:
+    def step(self, sigma: Tensor) -> Tensor:
         log_alpha = -np.log1p(sigma.double().cpu().numpy() ** 2) / 2
         n = np.interp(-log_alpha, -self.log_alpha, np.arange(1.0, 1001.0))
-        c_in = per_image(1 / (1 + sigma * sigma) ** 0.5)
-        return x - per_image(sigma) * self.net(c_in * x, torch.from_numpy(n).to(x), labels)
+        return torch.from_numpy(n).to(sigma)

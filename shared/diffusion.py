@@ -82,15 +82,15 @@ class EDMPrecond:
 
 
 class VPPrecond:
-    """D(x; sigma) = x - sigma F(x / sqrt(1 + sigma^2), 999 t): a network that predicts the noise at the VP
-    process's time t, as U-ViT's released ones do."""
+    """D(x; sigma) = x - sigma F(x / sqrt(1 + sigma^2), time): a network that predicts the noise; by default its
+    time is 999 t, t the VP process's at sigma, as that of U-ViT's released ones is."""
 
-    def __init__(self, net: Callable):
-        self.net = net
+    def __init__(self, net: Callable, time: Callable[[Array], Array] = lambda sigma: 999 * vp_time(sigma)):
+        self.net, self.time = net, time  # the network's time at a noise level
 
     def __call__(self, x: Array, sigma: Array, labels: Array | None = None) -> Array:
         c_in = 1 / (1 + sigma * sigma) ** 0.5
-        return x - per_image(sigma) * self.net(per_image(c_in) * x, 999 * vp_time(sigma), labels)
+        return x - per_image(sigma) * self.net(per_image(c_in) * x, self.time(sigma), labels)
 
 
 def mse(D: Denoiser, images: Array, sigma: Array, noise: Array, labels: Array | None) -> Array:
