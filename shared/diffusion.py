@@ -82,10 +82,10 @@ class EDMPrecond:
 
 
 class VPPrecond:
-    """D(x; sigma) = x - sigma F(x / sqrt(1 + sigma^2), time): a network that predicts the noise; by default its
-    time is 999 t, t the VP process's at sigma, as that of U-ViT's released ones is."""
+    """D(x; sigma) = x - sigma F(x / sqrt(1 + sigma^2), time): a network that predicts the noise; by default
+    its time is 999 t, t the VP process's at sigma, as that of U-ViT's released ones is."""
 
-    def __init__(self, net: Callable, time: Callable[[Array], Array] = lambda sigma: 999 * vp_time(sigma)):
+    def __init__(self, net: Callable, time: Callable = lambda sigma: 999 * vp_time(sigma)):
         self.net, self.time = net, time  # the network's time at a noise level
 
     def __call__(self, x: Array, sigma: Array, labels: Array | None = None) -> Array:
