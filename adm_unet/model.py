@@ -9,9 +9,8 @@ ends. Reading order: `ADMConfig`, `ResBlock`, `Attention`, `Block`, `Encoder`, `
 Shapes: B batch, C channels, H W image, E = 4 * channels width of the embedding, L tokens (pixels), h heads of
 width d, K classes, N long skips (the features of all encoder blocks and of the first convolution).
 
-Deviations: gradient checkpointing recomputes whole blocks, and nothing when off (the released code always
-recomputes attention); the embedding's SiLU is taken once, not once a block; attention has linear layers, not
-1x1 convolutions (`official.py` reshapes); the attention pool attends only from the token that it returns.
+Deviations: the embedding's SiLU is taken once, not once a block; attention has linear layers, not 1x1
+convolutions (`official.py` reshapes); the attention pool attends only from the token that it returns.
 
     python adm_unet/model.py        # the networks of all presets
 """
@@ -55,7 +54,7 @@ class ADMConfig:
     conv_resample: bool = True  # plain resampling has a learned convolution
     dropout: float = 0.0  # dropout rate in residual blocks
     long_skip: LongSkipConfig = field(default_factory=LongSkipConfig)  # scaling of the long skips
-    checkpointing: bool = False  # recompute blocks in the backward pass: less memory, more time
+    checkpointing: bool = False  # recompute whole blocks in the backward pass: less memory, more time
 
     def __post_init__(self) -> None:
         ones = dict.fromkeys(("img_size", "in_channels", "channels", "depth", "num_heads"), 1)
@@ -159,7 +158,7 @@ class ResBlock(nn.Module):
         emb = self.emb_proj(emb)[:, :, None, None]
         if self.scale_shift_norm:  # AdaGN(h, y) = y_s GroupNorm(h) + y_b, section 3; y_s starts around 1
             scale, shift = emb.chunk(2, dim=1)                                 # B C_out 1 1
-            y = self.norm2(y) * (1 + scale) + shift
+            y = torch.addcmul(shift, self.norm2(y), 1 + scale)
         else:
             y = self.norm2(y + emb)
         return self.shortcut(x) + self.conv2(F.dropout(F.silu(y), self.dropout, self.training))
@@ -204,12 +203,13 @@ class Block(nn.Module):
         super().__init__()
         self.res = ResBlock(config, C_in, C_out)
         self.attn = Attention(config, C_out, num_heads) if num_heads else None
-        Up = ResBlock if config.resblock_updown else Resample
+        self.checkpointing, Up = config.checkpointing, ResBlock if config.resblock_updown else Resample
         self.up = Up(config, C_out, C_out, up=True) if up else None
 
     def forward(self, x: Tensor, emb: Tensor, skip: Tensor | None = None) -> Tensor:
         x = self.res(x if skip is None else torch.cat([x, skip], dim=1), emb)  # B C_out H W
-        x = x if self.attn is None else self.attn(x)
+        if self.attn is not None:  # recomputed in the backward pass: with the block or, as released, alone
+            x = self.attn(x) if self.checkpointing else checkpoint(self.attn, x, use_reentrant=False)
         return x if self.up is None else self.up(x, emb)
 
 

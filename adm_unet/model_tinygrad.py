@@ -6,7 +6,7 @@ Weights have PyTorch's names, so a safetensors file of either network loads in t
 tinygrad's TRAINING. Reading order: `ResBlock`, `Attention`, `Block`, `Encoder`, `ADMUNet` and its siblings.
 Shapes are as in `model.py`.
 
-Deviations: those of `model.py`; `checkpointing` changes nothing, because tinygrad has no such thing.
+Deviations: those of `model.py`; the backward pass recomputes nothing, because tinygrad has no such thing.
 
     python adm_unet/model_tinygrad.py        # the networks of all presets
 """

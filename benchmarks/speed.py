@@ -17,10 +17,14 @@ before anything is timed. The released train step is what the released loops do:
 fused, and averages updated tensor by tensor. It runs as it is, also under `--compile`, which compiles ours as
 train.py does: one graph for batches of every size.
 
-Memory is the peak of two steps in a process of their own over that process before it had a network: resident
-memory as Linux counts it on a CPU, allocated memory on CUDA. In brackets is what is left of it without the
-weights, moments and averages, whose sizes are known: activations and gradients, and on a CPU workspaces and
-some 10 MB that an allocator keeps.
+With `--profile`, `at most` is what the ratio would be if of our step only some operations took time, as much
+as they do: convolutions, matrix products and attention, and for the first number, of eager steps,
+normalizations and activations as well, which `--compile` may fuse with others.
+
+Memory is the peak of two steps in a process of their own over that process before it had a network, the
+median of three such processes: resident memory as Linux counts it on a CPU, allocated memory on CUDA. In
+brackets is what is left of it without the weights, moments and averages, whose sizes are known: activations
+and gradients, and on a CPU workspaces and some 10 MB that an allocator keeps.
 """
 
 import contextlib
@@ -62,6 +66,8 @@ Network = Literal["uvit", "adm", "edm2"]
 Size = Literal["digits", "small", "released"]
 Task = Literal["train", "evaluate", "sample"]
 TOLERANCE, GUIDANCE, SIGMAS = 2e-5, 1.5, sigma_steps(18)
+PRODUCTS = r"mm$|addmm$|bmm$|baddbmm$|\w*convolution|\w*scaled_dot_product"  # operations, for `at most`
+POINTWISE = PRODUCTS + r"|silu|gelu|native_\w+_norm"
 
 OURS = {"uvit": (uvit, UViT), "adm": (adm, build_adm), "edm2": (edm2, EDM2)}
 FILES = {"uvit": "libs/uvit.py", "adm": "guided_diffusion/unet.py", "edm2": "training/networks_edm2.py"}
@@ -107,7 +113,7 @@ class Options:
     pairs: int = 9  # rounds that are timed
     released: tuple[Path, ...] = ()  # checkouts of the released code, to time beside ours
     memory: bool = True  # measure peak memory too, in processes of their own
-    profile: bool = False  # add a column: the operations that take most of a step's time
+    profile: bool = False  # add columns: the operations that take most of a step, and a bound from them
     threads: int = 0  # CPU threads; 0: as many as PyTorch takes
     device: str = "auto"  # torch device; auto: CUDA where there is one, else the CPU
 
@@ -307,16 +313,21 @@ def time_in_turns(steps: list[Callable], pairs: int, device: torch.device) -> np
     return seconds[:, 2:]
 
 
-def largest(step: Callable, device: torch.device) -> str:
-    """The operations that take most of a step's time, in percent of it."""
+def profiled(step: Callable, device: torch.device) -> dict[str, float]:
+    """Each operation's share of a step's time, the largest first."""
     cuda = device.type == "cuda"
     with profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * cuda]) as found:
         for _ in range(3):
             step()
     name = "self_device_time_total" if cuda else "self_cpu_time_total"
     events = sorted(((getattr(event, name), event.key) for event in found.key_averages()), reverse=True)
-    total = sum(time for time, _ in events) / 100
-    return ", ".join(f"{key.removeprefix('aten::')} {time / total:.1f}" for time, key in events[:8])
+    total = sum(seconds for seconds, _ in events)
+    return {key.removeprefix("aten::"): seconds / total for seconds, key in events}
+
+
+def share(profile: dict[str, float], pattern: str) -> float:
+    """What operations whose names begin like this take of a step."""
+    return sum(part for name, part in profile.items() if re.match(pattern, name))
 
 
 def sgemm(device: torch.device) -> tuple[Callable, int]:
@@ -332,26 +343,33 @@ def row(options: Options, name: Network, size: Size, task: Task, folder: Path | 
     if task == "sample" and size == "small":
         config = config | LABELS[name]
     memory = []
-    if options.memory:  # first, while there is room
+    if options.memory:  # first, while there is room; three times, for what an allocator keeps varies
         with get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
             for where in [None, folder] if folder else [None]:
-                memory.append(pool.apply(measure_memory, (options, name, task, config, where)))
+                tries = [pool.apply(measure_memory, (options, name, task, config, where)) for _ in range(3)]
+                memory.append(np.median(tries, axis=0))
     batch = make_batch(name, config, options.batch_size, device)
     nets = pair(options, name, config, folder, batch)
     steps = [make_step(options, name, task, net.to(device), batch, net is nets[0]) for net in nets]
     multiply, multiply_flops = sgemm(device)
     *seconds, gemm = time_in_turns([*steps, multiply], options.pairs, device)
     flops = count_flops(name, task, config, options.batch_size)
-    cells = []
+    cells, profiles = [], []
     for k, times in enumerate(seconds):
         rate = flops / times
         of_gemm = np.median(rate * gemm / multiply_flops)
         cells += [f"{np.median(times) * 1e3:.1f}", f"{np.median(rate) / 1e9:.1f}", f"{of_gemm:.2f}"]
         peak, rest = (f"{megabytes:.0f}" for megabytes in memory[k]) if memory else ("", "")
         cells.append(f"{peak} ({rest})" if memory and task == "train" else peak)
-        cells += [largest(steps[k], device)] if options.profile else []
-    ratio = quartiles(seconds[1] / seconds[0]) if folder else ""
-    return [name, size, task, ratio, *cells, *([""] * len(cells) if folder is None else [])]
+        if options.profile:
+            profiles.append(profiled(steps[k], device))
+            cells.append(", ".join(f"{key} {100 * part:.1f}" for key, part in [*profiles[k].items()][:8]))
+    ratio = [quartiles(seconds[1] / seconds[0]) if folder else ""]
+    if options.profile:
+        faster = np.median(seconds[-1] / seconds[0])
+        bounds = [faster / share(profiles[0], pattern) for pattern in (POINTWISE, PRODUCTS)]
+        ratio.append(" / ".join(f"{bound:.2f}" for bound in bounds) if folder else "")
+    return [name, size, task, *ratio, *cells, *([""] * len(cells) if folder is None else [])]
 
 
 def machine(device: torch.device) -> str:
@@ -369,7 +387,8 @@ def main(options: Options) -> None:
           f"{options.pairs} rounds")
     ours = ["ms", "GFLOP/s", "of sgemm", "peak MB (activations, gradients)"]
     ours += ["operations, %"] * options.profile
-    head = ["network", "size", "task", "ratio", *ours, *(f"released: {cell}" for cell in ours)]
+    ratio = ["ratio", *["at most, eager / compiled"] * options.profile]
+    head = ["network", "size", "task", *ratio, *ours, *(f"released: {cell}" for cell in ours)]
     print(f"| {' | '.join(head)} |\n{'| --- ' * len(head)}|")
     for case in product(options.networks, options.sizes, options.tasks):
         print(f"| {' | '.join(row(options, *case, found.get(case[0])))} |", flush=True)

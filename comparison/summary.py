@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from comparison.statistics import WINDOW, acceleration, largest_stable, mean_and_error, oscillation
+from comparison.statistics import TRAINS, WINDOW, acceleration, largest_stable, mean_and_error, oscillation
 from comparison.training import Cell
 from shared.files import write_whole
 from shared.run import VALIDATION_SIGMAS
@@ -25,6 +25,10 @@ Acceleration: the steps after which the unscaled network first has its final los
 where that never has it, the unscaled one's steps to this one's final loss, over all. Oscillation: relative
 deviation of features' magnitude and of gradients' norm from a parabola over {WINDOW} measurements, the mean
 over depths. Sensitivity: change of the raw output F for a small random change of the input, over that.
+"""
+NOTE_OF_SWEEP = f"""
+Largest stable lr: of those tried, up to which all end within {TRAINS} times the best one's final loss; the
+geometric mean over seeds, and its standard error as a factor.
 """
 NAMES = {"uvit": "U-ViT", "adm": "ADM", "edm2": "EDM2"}
 
@@ -120,15 +124,19 @@ def choose_lr(groups: list[Group]) -> dict[str, float]:
     return chosen
 
 
-def stability(groups: list[Group], network: str, long_skip: str) -> tuple[float, bool] | None:
-    """The largest stable learning rate, the geometric mean over seeds, and whether the sweep ended there for
-    all of them, so that it may be larger. None where no learning rate trains."""
+def stability(groups: list[Group], network: str, long_skip: str) -> tuple[float, float, bool] | None:
+    """The largest stable learning rate: the geometric mean over seeds, its standard error as a factor, nan of
+    one seed, and whether the sweep ended there for all of them, so that it may be larger. None where no
+    learning rate trains."""
     ours = [g for g in groups if (g.network, g.long_skip) == (network, long_skip)]
     lrs = [g.lr for g in ours]
     seeds = set.intersection(*(set(g.runs) for g in ours))
     found = [largest_stable(lrs, [final_loss(g.runs[seed]) for g in ours]) for seed in sorted(seeds)]
     known = [lr for lr in found if lr is not None]
-    return (float(np.exp(np.mean(np.log(known)))), min(known) == max(lrs)) if known else None
+    if not known:
+        return None
+    mean, error = mean_and_error(np.log(known).tolist())
+    return float(np.exp(mean)), float(np.exp(error)), min(known) == max(lrs)
 
 
 def show(estimate: Estimate) -> str:
@@ -142,6 +150,15 @@ def show(estimate: Estimate) -> str:
     return f"{mean:.{digits}f} ± {error:.{digits}f}"
 
 
+def show_stability(found: tuple[float, float, bool] | None) -> str:
+    """As `stability` gives it: `mean ×/÷ factor`, of two digits each."""
+    if found is None:
+        return "–"
+    mean, factor, open_ended = found
+    error = f" ×/÷ {factor:.2g}" if np.isfinite(factor) and factor > 1 else ""
+    return f"{'≥ ' * open_ended}{mean:.2g}{error}"
+
+
 def write_table(path: Path, groups: list[Group], steps: int) -> str:
     """Write and return a Markdown table, a row a network and scaling, and what its columns are."""
     chosen, swept = choose_lr(groups), len({g.lr for g in groups if g.network == groups[0].network}) > 1
@@ -152,11 +169,11 @@ def write_table(path: Path, groups: list[Group], steps: int) -> str:
         row = [NAMES[g.network], label(g.long_skip), *map(show, g.columns().values())]
         row.append(f"{len(g.runs) - len(g.finished)} of {len(g.runs)}")
         if swept:
-            found = stability(groups, g.network, g.long_skip)
-            row.append("–" if found is None else f"{'≥ ' * found[1]}{found[0]:.2g}")
+            row.append(show_stability(stability(groups, g.network, g.long_skip)))
         rows.append(row)
     text = "".join(f"| {' | '.join(row)} |\n" for row in rows)
     lrs = ", ".join(f"{NAMES[network]} {lr:g}" for network, lr in chosen.items())
     text += f"\nLearning rate: {lrs}. Steps: {steps}. Seeds: {len(shown[0].runs)}.\n{NOTE}"
+    text += NOTE_OF_SWEEP * swept
     write_whole(path, lambda file: file.write(text.encode()))
     return text

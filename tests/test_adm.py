@@ -113,18 +113,20 @@ def test_skips_reach_their_blocks(kind):
         torch.testing.assert_close(skip, kappa * feature)
 
 
-def test_checkpointing_is_off_when_it_is_off():
+def test_checkpointing_recomputes_blocks_and_otherwise_attention_alone():
     calls, grads = {}, {}
     for on in (False, True):
         net = randomized(replace(TINY, checkpointing=on, dropout=0.5))
         calls[on] = []
         for module in net.modules():
-            if isinstance(module, model.Attention):
-                module.register_forward_pre_hook(lambda *_, count=calls[on]: count.append(1))
+            if isinstance(module, (model.Attention, model.ResBlock)):
+                module.register_forward_pre_hook(lambda module, _, seen=calls[on]: seen.append(type(module)))
         torch.manual_seed(2)
         net(*inputs(net)).square().sum().backward()
         grads[on] = [p.grad for p in net.parameters()]
-    assert (len(calls[False]), len(calls[True])) == (4, 8)
+    blocks = sum(isinstance(module, model.ResBlock) for module in net.modules())
+    assert [calls[on].count(model.Attention) for on in (False, True)] == [8, 8]  # of 4
+    assert [calls[on].count(model.ResBlock) for on in (False, True)] == [blocks, 2 * blocks]
     assert all(torch.equal(a, b) for a, b in zip(grads[False], grads[True], strict=True))  # dropout's too
 
 

@@ -266,6 +266,29 @@ def test_update_every_k_steps_eq_127(times):
         np.testing.assert_allclose(ema.weights(sigma_rel)["theta"], np.diff(power) @ path, rtol=1e-9)
 
 
+@pytest.mark.parametrize("shapes", [[(1, 3), (1, 1)], [(65, 64)], [(65, 64), (1, 3), (64, 65), (2, 5)]])
+def test_small_and_large_tensors_eq_127(shapes):
+    """Those that are updated as one, and those that are not: one of them transposed, one in float64."""
+    net, rng = nn.Module(), np.random.default_rng(2)
+    net.weights = nn.ParameterList([torch.zeros(shape[::-1]).T for shape in shapes])
+    net.double_weight = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    ema, paths = PowerFunctionEMA(net), [rng.standard_normal((4, *p.shape)) for p in net.parameters()]
+    for k in range(4):
+        with torch.no_grad():
+            for p, path in zip(net.parameters(), paths, strict=True):
+                p.copy_(torch.from_numpy(path[k]))
+        ema.update(100 * (k + 1))
+        state = copy.deepcopy(ema.state_dict())
+        ema = PowerFunctionEMA(net)  # goes on from the state of the other
+        ema.load_state_dict(state)
+    for sigma_rel in ema.lengths:
+        weights, response = ema.weights(sigma_rel), power_function_response(4, sigma_rel)
+        for name, path in zip(dict(net.named_parameters()), paths, strict=True):
+            assert weights[name].dtype == (torch.float64 if name == "double_weight" else torch.float32)
+            error = abs(weights[name].double().numpy() - np.tensordot(response, path, 1)).max()
+            assert error < (1e-12 if name == "double_weight" else 1e-6)
+
+
 def test_time_only_rises():
     ema = PowerFunctionEMA(Net())
     for t in (0, -1):

@@ -9,7 +9,19 @@ import torch
 from test_house import run_cli
 
 import benchmarks.data
-from benchmarks.speed import CONFIGS, OURS, Options, build_ours, count_flops, main, measure_memory
+from benchmarks.speed import (
+    CONFIGS,
+    OURS,
+    POINTWISE,
+    PRODUCTS,
+    Options,
+    build_ours,
+    count_flops,
+    main,
+    measure_memory,
+    profiled,
+    share,
+)
 
 DIGITS = ["--sizes", "digits", "--batch-size", "2", "--pairs", "1", "--device", "cpu"]
 
@@ -21,9 +33,18 @@ def test_a_tiny_run(capsys):
     assert re.search(r"threads, torch .*, batch 2, eager, 1 rounds", head)
     for row, name in zip(rows, ("uvit", "uvit", "edm2", "edm2"), strict=True):
         assert row.count("|") == columns.count("|") and row.startswith(f"| {name} | digits | ")
-        assert all(float(cell) > 0 for cell in row.split("|")[5:8])
-        shares = [float(text.split()[-1]) for text in row.split("|")[9].split(",")]
+        assert all(float(cell) > 0 for cell in row.split("|")[6:9])
+        shares = [float(text.split()[-1]) for text in row.split("|")[10].split(",")]
         assert len(shares) == 8 and shares == sorted(shares, reverse=True) and 50 < sum(shares) <= 100
+
+
+def test_shares_of_operations():
+    profile = dict(mm=0.1, mkldnn_convolution=0.2, native_layer_norm_backward=0.05, gelu=0.1, mm_add=0.5)
+    assert share(profile, PRODUCTS) == pytest.approx(0.3)
+    assert share(profile, POINTWISE) == pytest.approx(0.45)
+    a = torch.ones(256, 256)
+    found = profiled(lambda: a @ a @ a, torch.device("cpu"))
+    assert 0.5 < found["mm"] <= sum(found.values()) == pytest.approx(1) and next(iter(found)) == "mm"
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's own count")
