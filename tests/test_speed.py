@@ -35,7 +35,7 @@ def test_a_tiny_run(capsys):
         assert row.count("|") == columns.count("|") and row.startswith(f"| {name} | digits | ")
         assert all(float(cell) > 0 for cell in row.split("|")[6:9])
         shares = [float(text.split()[-1]) for text in row.split("|")[10].split(",")]
-        assert len(shares) == 8 and shares == sorted(shares, reverse=True) and 50 < sum(shares) <= 100
+        assert len(shares) == 8 and shares == sorted(shares, reverse=True) and 20 < sum(shares) <= 100
 
 
 def test_shares_of_operations():
