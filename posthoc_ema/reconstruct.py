@@ -2,7 +2,7 @@
 
 Paper: Karras et al., Analyzing and Improving the Training Dynamics of Diffusion Models, arXiv:2312.02696v2,
 section 3.2 and appendix C.3. How good a sum can be is known before a weight is read (`plan.py`); the weights
-then stream through once, so memory is that of the outputs and a tensor, however many snapshots there are.
+then stream through once, so memory is that of the outputs and a few files, however many snapshots there are.
 
 Reading order: `start`, `add`, `weighted_sums`, `reconstruct` and `read_average` (for other programs), the
 command.
@@ -43,6 +43,8 @@ from posthoc_ema.snapshots import (
 from shared.check import require
 from shared.run import cli
 
+FILES = 4  # that are read at a time
+
 
 def start(files: Sequence[dict[str, Tensor]], M: int, dtype: torch.dtype) -> tuple[dict, dict]:
     """Zeros to sum averages in, and copies of what is none, (M, ...) each, for the target's own files.
@@ -59,12 +61,13 @@ def start(files: Sequence[dict[str, Tensor]], M: int, dtype: torch.dtype) -> tup
     return sums, copies
 
 
-def add(sums: dict[str, Tensor], tensors: dict[str, Tensor], coefficients: Sequence[float]) -> None:
-    """To each of `sums` (M, ...) add a file's tensor, of any precision, with M coefficients."""
-    for name, total in sums.items():
-        value = tensors[name].to(total.dtype)
-        for m, coefficient in enumerate(coefficients):  # by itself, so that others do not change its rounding
-            total[m].add_(value, alpha=coefficient)
+def add(sums: dict[str, Tensor], files: Sequence[dict[str, Tensor]], x: NDArray[np.float64]) -> None:
+    """To each of `sums` (M, ...) add the tensors of n files, of any precision, with coefficients x (n, M)."""
+    for name, total in sums.items():  # which stays in the cache from file to file
+        for tensors, coefficients in zip(files, x.tolist(), strict=True):
+            value = tensors[name].to(total.dtype)
+            for part, coefficient in zip(total, coefficients, strict=True):  # whose rounding no other changes
+                part.add_(value, alpha=coefficient)
 
 
 @torch.no_grad()
@@ -74,9 +77,11 @@ def weighted_sums(
     """M state dicts: sums of N snapshots, which end with the target's own, with coefficients x (N, M)."""
     own = {s.path: mapped(s.path) for s in snapshots if s.nimg == snapshots[-1].nimg}
     sums, copies = start(list(own.values()), x.shape[1], dtype)
-    for n in tqdm(reversed(range(len(snapshots))), total=len(snapshots), unit="snapshot", disable=None):
-        path = snapshots[n].path
-        add(sums, own.pop(path, None) or mapped(path), x[n].tolist())  # unmapped before the next
+    with tqdm(total=len(snapshots), unit="snapshot", disable=None) as bar:
+        for end in range(len(snapshots), 0, -FILES):
+            some = slice(max(0, end - FILES), end)
+            add(sums, [own.pop(s.path, None) or mapped(s.path) for s in snapshots[some]], x[some])
+            bar.update(end - some.start)  # and unmapped before the next are read
     return [{name: total[m] for name, total in (sums | copies).items()} for m in range(x.shape[1])]
 
 
