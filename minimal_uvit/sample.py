@@ -161,23 +161,28 @@ def choose_labels(config: SampleConfig, classes: int) -> list[int] | None:
     return [turn[k % len(turn)] for k in range(config.num)] if classes else None
 
 
-def load_released(path: Path, preset: str, device: str, backend: str) -> tuple[Precond, dict]:
-    """The denoiser of a released file, and what a snapshot's header would say of what it draws."""
+def load_released(path: Path, preset: str, device: str, backend: str) -> Precond:
+    """The denoiser of a released file."""
     precond = StableDiffusionPrecond if preset in STABLE_DIFFUSION else VPPrecond
-    D = precond(place(read_official(path, PRESETS[preset]), device, backend))
-    C = D.net.config.in_channels
-    mean, std = ([0.0] * C, [LATENT_STD] * C) if C == 4 else (None, None)  # latents have four channels
-    return D, {"latent_mean": mean, "latent_std": std}
+    return precond(place(read_official(path, PRESETS[preset]), device, backend))
+
+
+def released_header(preset: str) -> dict:
+    """What a snapshot's header would say of what a released network draws: latents have four channels."""
+    C = PRESETS[preset].in_channels
+    mean, std = ([0.0] * C, [LATENT_STD] * C) if C == 4 else (None, None)
+    return {"latent_mean": mean, "latent_std": std}
 
 
 def sample(config: SampleConfig) -> None:
     device = find_device(config.device)
     if config.official:
-        D, header = load_released(config.official, config.preset, device, config.backend)
+        require_fits(config.out, header := released_header(config.preset))  # before gigabytes are read
+        D = load_released(config.official, config.preset, device, config.backend)
     else:
         D, header = load(config.source, config.sigma_rel, device, config.backend)
+        require_fits(config.out, header)
     net = D.net.config
-    require_fits(config.out, header)
     guide = load_guide(config, device)
     labels = choose_labels(config, net.num_classes - net.null_class)
     require(not net.context_tokens, "no option gives text tokens: call the network with a context instead")
