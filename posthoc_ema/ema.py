@@ -27,9 +27,10 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 SIGMA_REL_MAX = 12**-0.5  # gamma = 0, the average over all of training
-SMALL = 4096  # weights; on a CPU, to call an operation on fewer costs more than what it does
+SMALL = 4096  # weights; to call an operation on fewer costs more than what it does
 
 # Profiles ---------------------------------------------------------------------------------------------------
 
@@ -116,15 +117,6 @@ def power_function_beta(sigma_rel: ArrayLike, t_next: float, t_delta: float) -> 
     return (1 - t_delta / t_next) ** (sigma_rel_to_gamma(sigma_rel) + 1)
 
 
-def _join(tensors: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """The values of all in one flat tensor, none for none, and views of it of their shapes."""
-    if not tensors:
-        return [], []
-    flat = torch.cat([x.detach().flatten() for x in tensors])
-    parts = flat.split([x.numel() for x in tensors])
-    return [flat], [part.view_as(x) for part, x in zip(parts, tensors, strict=True)]
-
-
 class _EMA:
     """Averages of a network's parameters, one of each length. The kinds differ in their `betas`."""
 
@@ -132,30 +124,26 @@ class _EMA:
         while hasattr(net, "_orig_mod") or isinstance(net, nn.parallel.DistributedDataParallel):
             net = net._orig_mod if hasattr(net, "_orig_mod") else net.module  # inside torch.compile and DDP
         self.net, self.lengths, self.t = net, tuple(lengths), 0
-        self.params = list(net.parameters())
+        small = {p: p.numel() <= SMALL and p.dtype == torch.float32 for p in net.parameters()}
+        self.params, self.num_small = sorted(small, key=small.get, reverse=True), sum(small.values())
         low = {p.dtype for p in self.params} - {torch.float32, torch.float64}
         if low:
             raise ValueError(f"weights are {low.pop()}: averages need float32 master weights")
-        small = [p.numel() <= SMALL and p.is_cpu and p.dtype == torch.float32 for p in self.params]
-        self.small = [p for p, is_small in zip(self.params, small, strict=True) if is_small]
-        flat, self.views = _join(self.small)  # small tensors are updated as one, of which they are views
-        self.sources = flat + [p for p, is_small in zip(self.params, small, strict=True) if not is_small]
-        self.averages, self.targets = [], []
-        for _ in self.lengths:
-            flat, views = _join(self.small)
-            large = [p.detach().clone() for p in self.sources[len(flat) :]]
-            self.targets.append(flat + large)
-            self.averages.append([(views if is_small else large).pop(0) for is_small in small])
+        self.averages = self.targets = [[p.detach().clone() for p in self.params] for _ in self.lengths]
+        if n := self.num_small:  # updated as one tensor, of which they are views
+            self.targets = [[_flatten_dense_tensors(a[:n]), *a[n:]] for a in self.averages]
+            self.averages = [[*_unflatten_dense_tensors(a[0], self.params[:n]), *a[1:]] for a in self.targets]
 
     @torch.no_grad()
     def update(self, t: float) -> None:
         """Take in the network's weights at time t, later than at the last update. ValueError otherwise."""
         if t <= self.t:
             raise ValueError(f"EMA update at time {t}, but the last was at {self.t}")
-        if self.small:
-            torch._foreach_copy_(self.views, self.small)
-        for average, beta in zip(self.targets, self.betas(t, t - self.t), strict=True):
-            torch._foreach_lerp_(average, self.sources, 1 - beta)
+        sources, n = self.params, self.num_small
+        if n:
+            sources = [_flatten_dense_tensors(sources[:n]), *sources[n:]]
+        for target, beta in zip(self.targets, self.betas(t, t - self.t), strict=True):
+            torch._foreach_lerp_(target, sources, 1 - beta)
         self.t = t
 
     def weights(self, length: float) -> dict[str, Tensor]:
