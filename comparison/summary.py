@@ -155,7 +155,7 @@ def show_stability(found: tuple[float, float, bool] | None) -> str:
     if found is None:
         return "–"
     mean, factor, open_ended = found
-    error = f" ×/÷ {factor:.2g}" if np.isfinite(factor) and factor > 1 else ""
+    error = f" ×/÷ {factor:.2g}" if np.isfinite(factor) and factor > 1.005 else ""
     return f"{'≥ ' * open_ended}{mean:.2g}{error}"
 
 
