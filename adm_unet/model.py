@@ -153,8 +153,7 @@ class ResBlock(nn.Module):
 
     def forward(self, x: Tensor, emb: Tensor) -> Tensor:
         y = F.silu(self.norm1(x))
-        x, y = resample(x, self.up), resample(y, self.up)
-        y = self.conv1(y)                                                      # B C_out H W
+        x, y = resample(x, self.up), self.conv1(resample(y, self.up))          # B C_in H W, B C_out H W
         emb = self.emb_proj(emb)[:, :, None, None]
         if self.scale_shift_norm:  # AdaGN(h, y) = y_s GroupNorm(h) + y_b, section 3; y_s starts around 1
             scale, shift = emb.chunk(2, dim=1)                                 # B C_out 1 1
@@ -209,7 +208,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor, emb: Tensor, skip: Tensor | None = None) -> Tensor:
         x = self.res(x if skip is None else torch.cat([x, skip], dim=1), emb)  # B C_out H W
         if self.attn is not None:  # recomputed in the backward pass: with the block or, as released, alone
-            x = self.attn(x) if self.checkpointing else checkpoint(self.attn, x, use_reentrant=False)
+            alone = torch.is_grad_enabled() and not self.checkpointing
+            x = checkpoint(self.attn, x, use_reentrant=False) if alone else self.attn(x)
         return x if self.up is None else self.up(x, emb)
 
 

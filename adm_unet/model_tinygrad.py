@@ -76,8 +76,7 @@ class ResBlock:
 
     def __call__(self, x: Tensor, emb: Tensor) -> Tensor:
         y = self.norm1(x).silu()
-        x, y = resample(x, self.up), resample(y, self.up)
-        y = self.conv1(y)                                                      # B C_out H W
+        x, y = resample(x, self.up), self.conv1(resample(y, self.up))          # B C_in H W, B C_out H W
         emb = self.emb_proj(emb)[:, :, None, None]
         if self.scale_shift_norm:  # AdaGN(h, y) = y_s GroupNorm(h) + y_b, section 3; y_s starts around 1
             scale, shift = emb.chunk(2, dim=1)                                 # B C_out 1 1
