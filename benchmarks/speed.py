@@ -21,13 +21,14 @@ With `--profile`, `at most` is what the ratio would be if of our step only some 
 as they do: convolutions, matrix products and attention, and for the first number, of eager steps,
 normalizations and activations as well, which `--compile` may fuse with others.
 
-Memory is the peak of two steps in a process of their own over that process before it had a network, the
-median of three such processes: resident memory as Linux counts it on a CPU, allocated memory on CUDA. In
-brackets is what is left of it without the weights, moments and averages, whose sizes are known: activations
-and gradients, and on a CPU workspaces and some 10 MB that an allocator keeps.
+Memory is the peak of two steps in a process of their own over that process before it had a network: resident
+memory as Linux counts it on a CPU, where what is freed is given back at once (which takes time, so nothing
+else is measured so), allocated memory on CUDA. In brackets is what is left of it without the weights, moments
+and averages, whose sizes are known: activations and gradients, and on a CPU workspaces.
 """
 
 import contextlib
+import ctypes
 import importlib
 import platform
 import re
@@ -260,6 +261,8 @@ def measure_memory(options: Options, name: Network, task: Task, config: dict, fo
     """Peak in MB of a step in a process of its own, and of it all but weights, two moments and two averages;
     with a folder, of the released network."""
     device = start(options)
+    if hasattr(libc := ctypes.CDLL(None), "mallopt"):  # glibc's M_MMAP_THRESHOLD: keep no tensor that is freed
+        libc.mallopt(-3, 1 << 16)
     tiny = CONFIGS["uvit", "digits"]  # a first step, which loads what PyTorch puts off loading
     first = build_ours("uvit", tiny).to(device), make_batch("uvit", tiny, 1, device)
     make_step(replace(options, compile=False), "uvit", task, *first, ours=not folder)()
@@ -343,11 +346,10 @@ def row(options: Options, name: Network, size: Size, task: Task, folder: Path | 
     if task == "sample" and size == "small":
         config = config | LABELS[name]
     memory = []
-    if options.memory:  # first, while there is room; three times, for what an allocator keeps varies
+    if options.memory:  # first, while there is room
         with get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
             for where in [None, folder] if folder else [None]:
-                tries = [pool.apply(measure_memory, (options, name, task, config, where)) for _ in range(3)]
-                memory.append(np.median(tries, axis=0))
+                memory.append(pool.apply(measure_memory, (options, name, task, config, where)))
     batch = make_batch(name, config, options.batch_size, device)
     nets = pair(options, name, config, folder, batch)
     steps = [make_step(options, name, task, net.to(device), batch, net is nets[0]) for net in nets]
