@@ -261,7 +261,7 @@ def measure_memory(options: Options, name: Network, task: Task, config: dict, fo
     """Peak in MB of a step in a process of its own, and of it all but weights, two moments and two averages;
     with a folder, of the released network."""
     device = start(options)
-    if hasattr(libc := ctypes.CDLL(None), "mallopt"):  # glibc's M_MMAP_THRESHOLD: keep no tensor that is freed
+    if hasattr(libc := ctypes.CDLL(None), "mallopt"):  # M_MMAP_THRESHOLD: keep no tensor that is freed
         libc.mallopt(-3, 1 << 16)
     tiny = CONFIGS["uvit", "digits"]  # a first step, which loads what PyTorch puts off loading
     first = build_ours("uvit", tiny).to(device), make_batch("uvit", tiny, 1, device)
