@@ -9,8 +9,8 @@ ends. Reading order: `ADMConfig`, `ResBlock`, `Attention`, `Block`, `Encoder`, `
 Shapes: B batch, C channels, H W image, E = 4 * channels width of the embedding, L tokens (pixels), h heads of
 width d, K classes, N long skips (the features of all encoder blocks and of the first convolution).
 
-Deviations: the embedding's SiLU is taken once, not once a block; attention has linear layers, not 1x1
-convolutions (`official.py` reshapes); the attention pool attends only from the token that it returns.
+Deviations: `checkpointing` recomputes whole blocks; the embedding's SiLU is taken once, not once a block;
+attention has linear layers, not 1x1 convolutions; the attention pool attends only from its own token.
 
     python adm_unet/model.py        # the networks of all presets
 """

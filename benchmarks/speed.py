@@ -34,6 +34,7 @@ import platform
 import re
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -42,11 +43,13 @@ from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
+from unittest.mock import patch
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import DeviceType
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
@@ -231,7 +234,9 @@ def count_flops(name: Network, task: Task, config: dict, batch_size: int) -> int
     with torch.device("meta"):
         net, batch = build_ours(name, config), make_batch(name, config, 1, torch.device("meta"))
     D, (images, sigma, noise, labels, _) = make_denoiser(name, net, True), batch
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):  # the one that it can count
+    once = patch("adm_unet.model.checkpoint", lambda block, *args, **_: block(*args))  # attention too
+    math = sdpa_kernel(SDPBackend.MATH)  # the one that it can count
+    with once, math, FlopCounterMode(display=False) as counter:
         loss = edm_loss(D, images, sigma, noise, labels).mean()
         if task == "train":
             loss.backward()
@@ -318,14 +323,15 @@ def time_in_turns(steps: list[Callable], pairs: int, device: torch.device) -> np
 
 def profiled(step: Callable, device: torch.device) -> dict[str, float]:
     """Each operation's share of a step's time, the largest first."""
-    cuda = device.type == "cuda"
+    cuda, times = device.type == "cuda", Counter()
     with profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * cuda]) as found:
         for _ in range(3):
             step()
-    name = "self_device_time_total" if cuda else "self_cpu_time_total"
-    events = sorted(((getattr(event, name), event.key) for event in found.key_averages()), reverse=True)
-    total = sum(seconds for seconds, _ in events)
-    return {key.removeprefix("aten::"): seconds / total for seconds, key in events}
+    for event in found.key_averages():
+        if event.device_type == DeviceType.CPU:  # an operation; on CUDA it has the time of its kernels
+            spent = event.self_device_time_total if cuda else event.self_cpu_time_total
+            times[event.key.removeprefix("aten::")] += spent
+    return {name: spent / times.total() for name, spent in times.most_common()}
 
 
 def share(profile: dict[str, float], pattern: str) -> float:

@@ -28,7 +28,7 @@ over depths. Sensitivity: change of the raw output F for a small random change o
 """
 NOTE_OF_SWEEP = f"""
 Largest stable lr: of those tried, up to which all end within {TRAINS} times the best one's final loss; the
-geometric mean over seeds, and its standard error as a factor.
+geometric mean over seeds, and its standard error as a factor; ≥ where one seed trains at the largest tried.
 """
 NAMES = {"uvit": "U-ViT", "adm": "ADM", "edm2": "EDM2"}
 
@@ -126,17 +126,16 @@ def choose_lr(groups: list[Group]) -> dict[str, float]:
 
 def stability(groups: list[Group], network: str, long_skip: str) -> tuple[float, float, bool] | None:
     """The largest stable learning rate: the geometric mean over seeds, its standard error as a factor, nan of
-    one seed, and whether the sweep ended there for all of them, so that it may be larger. None where no
-    learning rate trains."""
+    one seed, and whether the sweep ended there for one of them, so that it may be larger. None where a seed
+    trains at no learning rate."""
     ours = [g for g in groups if (g.network, g.long_skip) == (network, long_skip)]
     lrs = [g.lr for g in ours]
     seeds = set.intersection(*(set(g.runs) for g in ours))
     found = [largest_stable(lrs, [final_loss(g.runs[seed]) for g in ours]) for seed in sorted(seeds)]
-    known = [lr for lr in found if lr is not None]
-    if not known:
+    if None in found:
         return None
-    mean, error = mean_and_error(np.log(known).tolist())
-    return float(np.exp(mean)), float(np.exp(error)), min(known) == max(lrs)
+    mean, error = mean_and_error(np.log(found).tolist())
+    return float(np.exp(mean)), float(np.exp(error)), max(found) == max(lrs)
 
 
 def show(estimate: Estimate) -> str:

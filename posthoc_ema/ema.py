@@ -27,10 +27,8 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 SIGMA_REL_MAX = 12**-0.5  # gamma = 0, the average over all of training
-SMALL = 4096  # weights; to call an operation on fewer costs more than what it does
 
 # Profiles ---------------------------------------------------------------------------------------------------
 
@@ -124,26 +122,19 @@ class _EMA:
         while hasattr(net, "_orig_mod") or isinstance(net, nn.parallel.DistributedDataParallel):
             net = net._orig_mod if hasattr(net, "_orig_mod") else net.module  # inside torch.compile and DDP
         self.net, self.lengths, self.t = net, tuple(lengths), 0
-        small = {p: p.numel() <= SMALL and p.dtype == torch.float32 for p in net.parameters()}
-        self.params, self.num_small = sorted(small, key=small.get, reverse=True), sum(small.values())
+        self.params = list(net.parameters())
         low = {p.dtype for p in self.params} - {torch.float32, torch.float64}
         if low:
             raise ValueError(f"weights are {low.pop()}: averages need float32 master weights")
-        self.averages = self.targets = [[p.detach().clone() for p in self.params] for _ in self.lengths]
-        if n := self.num_small:  # updated as one tensor, of which they are views
-            self.targets = [[_flatten_dense_tensors(a[:n]), *a[n:]] for a in self.averages]
-            self.averages = [[*_unflatten_dense_tensors(a[0], self.params[:n]), *a[1:]] for a in self.targets]
+        self.averages = [[p.detach().clone() for p in self.params] for _ in self.lengths]
 
     @torch.no_grad()
     def update(self, t: float) -> None:
         """Take in the network's weights at time t, later than at the last update. ValueError otherwise."""
         if t <= self.t:
             raise ValueError(f"EMA update at time {t}, but the last was at {self.t}")
-        sources, n = self.params, self.num_small
-        if n:
-            sources = [_flatten_dense_tensors(sources[:n]), *sources[n:]]
-        for target, beta in zip(self.targets, self.betas(t, t - self.t), strict=True):
-            torch._foreach_lerp_(target, sources, 1 - beta)
+        for average, beta in zip(self.averages, self.betas(t, t - self.t), strict=True):
+            torch._foreach_lerp_(average, self.params, 1 - beta)
         self.t = t
 
     def weights(self, length: float) -> dict[str, Tensor]:

@@ -203,7 +203,9 @@ def test_stability_has_an_error_over_seeds():
     assert stable == (pytest.approx(1e-3), 1, True) and show_stability(stable) == "≥ 0.001"
     one = stability([replace(g, runs={0: g.runs[0]}) for g in groups], "uvit", "none")
     assert math.isnan(one[1]) and show_stability(one) == "0.001"
-    assert stability([Group("uvit", "none", 1e-3, runs((None, None)), {})], "uvit", "none") is None
+    two = [Group("uvit", "none", lr, runs((1.0, 1.0, loss)), {}) for lr, loss in ((1e-4, 1.0), (1e-3, 2.0))]
+    assert show_stability(stability(two, "uvit", "none")) == "≥ 0.00046 ×/÷ 2.2"  # two are at the end
+    assert stability([Group("uvit", "none", 1e-3, runs((None, 1.0)), {})], "uvit", "none") is None
     assert show_stability(None) == "–"
 
 

@@ -267,8 +267,8 @@ def test_update_every_k_steps_eq_127(times):
 
 
 @pytest.mark.parametrize("shapes", [[(1, 3), (1, 1)], [(65, 64)], [(65, 64), (1, 3), (64, 65), (2, 5)]])
-def test_small_and_large_tensors_eq_127(shapes):
-    """Those that are updated as one, and those that are not: one of them transposed, one in float64."""
+def test_tensors_of_all_kinds_eq_127(shapes):
+    """Of all shapes and sizes, transposed, one in float64."""
     net, rng = nn.Module(), np.random.default_rng(2)
     net.weights = nn.ParameterList([torch.zeros(shape[::-1]).T for shape in shapes])
     net.double_weight = nn.Parameter(torch.zeros(3, dtype=torch.float64))

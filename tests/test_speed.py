@@ -75,6 +75,13 @@ def test_bad_input_is_one_line(arguments, sentence, monkeypatch, tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", OURS)
+def test_recomputation_is_no_work(name):
+    """The backward pass is two products for each of the forward one's, but for the gradient of images."""
+    config = CONFIGS[name, "small"]
+    assert 2.9 < count_flops(name, "train", config, 1) / count_flops(name, "evaluate", config, 1) <= 3
+
+
+@pytest.mark.parametrize("name", OURS)
 def test_digits_are_the_presets(name):
     official, _ = OURS[name]
     package = __import__(official.__name__.replace("official", "model"), fromlist=["PRESETS"])
