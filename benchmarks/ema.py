@@ -32,12 +32,13 @@ from posthoc_ema.snapshots import save_snapshot, snapshot_path
 from shared.run import cli
 
 TRACKED, LENGTHS = (0.05, 0.10), ([0.15], np.linspace(0.03, 0.24, 8).tolist())
+TENSORS = 160  # in a snapshot
 SMALL = EDM2Config(32, 3, 0, 64, (1, 2, 2), num_blocks=3, attn_resolutions=(16, 8), channels_per_head=64)
 
 
 @dataclass(frozen=True)
 class Options:
-    weights: int = 20_000_000  # weights in a snapshot, in 160 tensors
+    weights: int = 20_000_000  # weights in a snapshot
     snapshots: int = 64  # number of snapshots, two at each time
     rounds: int = 9  # times that the two ways to reconstruct take turns; the update takes ten times as many
 
@@ -103,9 +104,9 @@ def stream(folder: Path, lengths: list[float]) -> None:
 
 def additions(options: Options, lengths: list[float]) -> float:
     """Seconds that the additions of `stream` would take if all that they touch were in the cache."""
-    total, value = torch.zeros(2, options.weights // 160)
+    total, value = torch.zeros(2, options.weights // TENSORS)
     start = time.perf_counter()
-    for _ in range(160 * options.snapshots * len(lengths)):
+    for _ in range(TENSORS * options.snapshots * len(lengths)):
         total.add_(value, alpha=0.5)
     return time.perf_counter() - start
 
@@ -124,10 +125,10 @@ def measure(way: Callable[[Path, list[float]], None], *args: object) -> tuple[fl
 
 def write_snapshots(options: Options, folder: Path) -> None:
     """The same weights as ours are saved and, beside, as a pickle."""
-    size = options.weights // 160
+    size = options.weights // TENSORS
     for nimg in range(1, options.snapshots // 2 + 1):
         for sigma_rel in TRACKED:
-            weights = {f"w{k}": torch.randn(size) for k in range(160)}
+            weights = {f"w{k}": torch.randn(size) for k in range(TENSORS)}
             header = {"network": "benchmark", "config": {}, "nimg": nimg, "sigma_rel": sigma_rel}
             path = snapshot_path(folder, nimg, sigma_rel)
             save_snapshot(path, weights, header, "float16")

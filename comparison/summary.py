@@ -132,7 +132,7 @@ def stability(groups: list[Group], network: str, long_skip: str) -> tuple[float,
     lrs = [g.lr for g in ours]
     seeds = set.intersection(*(set(g.runs) for g in ours))
     found = [largest_stable(lrs, [final_loss(g.runs[seed]) for g in ours]) for seed in sorted(seeds)]
-    if None in found:
+    if not found or None in found:
         return None
     mean, error = mean_and_error(np.log(found).tolist())
     return float(np.exp(mean)), float(np.exp(error)), max(found) == max(lrs)
