@@ -206,8 +206,8 @@ def test_stability_has_an_error_over_seeds():
     two = [Group("uvit", "none", lr, runs((1.0, 1.0, loss)), {}) for lr, loss in ((1e-4, 1.0), (1e-3, 2.0))]
     assert show_stability(stability(two, "uvit", "none")) == "≥ 0.00046 ×/÷ 2.2"  # two are at the end
     assert stability([Group("uvit", "none", 1e-3, runs((None, 1.0)), {})], "uvit", "none") is None
-    runs = groups[0].runs
-    apart = [Group("uvit", "none", lr, {seed: runs[seed]}, {}) for seed, lr in enumerate((1e-3, 1e-2))]
+    all_three = groups[0].runs
+    apart = [Group("uvit", "none", lr, {seed: all_three[seed]}, {}) for seed, lr in enumerate((1e-3, 1e-2))]
     assert stability(apart, "uvit", "none") is None  # no seed has all learning rates
     assert show_stability(None) == "–"
 
