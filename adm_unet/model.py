@@ -9,8 +9,9 @@ ends. Reading order: `ADMConfig`, `ResBlock`, `Attention`, `Block`, `Encoder`, `
 Shapes: B batch, C channels, H W image, E = 4 * channels width of the embedding, L tokens (pixels), h heads of
 width d, K classes, N long skips (the features of all encoder blocks and of the first convolution).
 
-Deviations: `checkpointing` recomputes whole blocks; the embedding's SiLU is taken once, not once a block;
-attention has linear layers, not 1x1 convolutions; the attention pool attends only from its own token.
+Deviations: the backward pass recomputes normalizations, not attention, or with `checkpointing` whole blocks;
+the embedding's SiLU is taken once, not once a block; the attention pool, of linear layers, not convolutions,
+attends only from its own token.
 
     python adm_unet/model.py        # the networks of all presets
 """
@@ -137,6 +138,17 @@ class GroupNorm(nn.GroupNorm):
         weight, bias = self.weight.to(dtype), self.bias.to(dtype)
         return F.group_norm(x.to(dtype), self.num_groups, weight, bias, self.eps).to(x.dtype)
 
+    # Adaptive group normalization, section 3: AdaGN(h, y) = y_s GroupNorm(h) + y_b.
+    def adaptive(self, h: Tensor, y_s: Tensor, y_b: Tensor) -> Tensor:
+        """h (B, C, H, W); y_s and y_b (B, C, 1, 1)."""
+        if not self.training or torch.compiler.is_compiling():
+            return torch.addcmul(y_b, self(h), y_s)
+        # One sample of B times the groups has an affine of each sample's own: GroupNorm(h) need not be kept.
+        dtype, groups = torch.promote_types(h.dtype, torch.float32), len(h) * self.num_groups
+        weight, bias = self.weight[:, None, None] * y_s, self.bias[:, None, None] * y_s + y_b    # B C 1 1
+        weight, bias, x = weight.to(dtype).flatten(), bias.to(dtype).flatten(), h.to(dtype).flatten(0, 1)
+        return F.group_norm(x[None], groups, weight, bias, self.eps).view(h.shape).to(h.dtype)
+
 
 class ResBlock(nn.Module):
     """Two convolutions beside a shortcut; both change the resolution, up or down, unless `up` is None."""
@@ -151,13 +163,17 @@ class ResBlock(nn.Module):
         self.conv2 = zero(nn.Conv2d(C_out, C_out, 3, padding=1))
         self.shortcut = nn.Conv2d(C_in, C_out, 1) if C_in != C_out else nn.Identity()
 
+    def activate(self, x: Tensor) -> Tensor:
+        """Recomputed in the backward pass: as large to keep as any feature, and the cheapest to compute."""
+        return F.silu(self.norm1(x))
+
     def forward(self, x: Tensor, emb: Tensor) -> Tensor:
-        y = F.silu(self.norm1(x))
+        y = checkpoint(self.activate, x, use_reentrant=False) if self.training else self.activate(x)
         x, y = resample(x, self.up), self.conv1(resample(y, self.up))          # B C_in H W, B C_out H W
         emb = self.emb_proj(emb)[:, :, None, None]
-        if self.scale_shift_norm:  # AdaGN(h, y) = y_s GroupNorm(h) + y_b, section 3; y_s starts around 1
+        if self.scale_shift_norm:  # y_s starts around 1
             scale, shift = emb.chunk(2, dim=1)                                 # B C_out 1 1
-            y = torch.addcmul(shift, self.norm2(y), 1 + scale)
+            y = self.norm2.adaptive(y, 1 + scale, shift)
         else:
             y = self.norm2(y + emb)
         return self.shortcut(x) + self.conv2(F.dropout(F.silu(y), self.dropout, self.training))
@@ -171,15 +187,14 @@ class Attention(nn.Module):
         self.num_heads = C // config.head_channels if config.head_channels else num_heads
         self.split = "B L (K h d) -> K B h L d" if config.qkv_first else "B L (h K d) -> K B h L d"
         self.norm = GroupNorm(GROUPS, C)
-        self.qkv = nn.Linear(C, 3 * C)
-        self.proj = zero(nn.Linear(C, C))
+        self.qkv = nn.Conv2d(C, 3 * C, 1)
+        self.proj = zero(nn.Conv2d(C, C, 1))
 
     def forward(self, x: Tensor) -> Tensor:
-        y = rearrange(self.norm(x), "B C H W -> B (H W) C")
-        q, k, v = rearrange(self.qkv(y), self.split, K=3, h=self.num_heads)
+        y = self.qkv(self.norm(x)).flatten(2).mT.contiguous()                  # B L 3C
+        q, k, v = rearrange(y, self.split, K=3, h=self.num_heads)
         y = F.scaled_dot_product_attention(q, k, v)                            # B h L d
-        y = self.proj(rearrange(y, "B h L d -> B L (h d)"))
-        return x + rearrange(y, "B (H W) C -> B C H W", H=x.shape[2])
+        return x + self.proj(rearrange(y, "B h (H W) d -> B (h d) H W", H=x.shape[2]))
 
 
 class Resample(nn.Module):
@@ -202,14 +217,12 @@ class Block(nn.Module):
         super().__init__()
         self.res = ResBlock(config, C_in, C_out)
         self.attn = Attention(config, C_out, num_heads) if num_heads else None
-        self.checkpointing, Up = config.checkpointing, ResBlock if config.resblock_updown else Resample
+        Up = ResBlock if config.resblock_updown else Resample
         self.up = Up(config, C_out, C_out, up=True) if up else None
 
     def forward(self, x: Tensor, emb: Tensor, skip: Tensor | None = None) -> Tensor:
         x = self.res(x if skip is None else torch.cat([x, skip], dim=1), emb)  # B C_out H W
-        if self.attn is not None:  # recomputed in the backward pass: with the block or, as released, alone
-            alone = torch.is_grad_enabled() and not self.checkpointing
-            x = checkpoint(self.attn, x, use_reentrant=False) if alone else self.attn(x)
+        x = x if self.attn is None else self.attn(x)
         return x if self.up is None else self.up(x, emb)
 
 

@@ -54,6 +54,11 @@ class GroupNorm(nn.GroupNorm):
     def __call__(self, x: Tensor) -> Tensor:
         return super().__call__(x.cast(least_upper_dtype(x.dtype, dtypes.float32))).cast(x.dtype)
 
+    # Adaptive group normalization, section 3: AdaGN(h, y) = y_s GroupNorm(h) + y_b.
+    def adaptive(self, h: Tensor, y_s: Tensor, y_b: Tensor) -> Tensor:
+        """h (B, C, H, W); y_s and y_b (B, C, 1, 1)."""
+        return self(h) * y_s + y_b
+
 
 class Conv2d(nn.Conv2d):
     """Stores what goes in and out, and gradients: fused into the sums, it would be computed many times."""
@@ -74,13 +79,17 @@ class ResBlock:
         self.conv2 = zero(Conv2d(C_out, C_out, 3, padding=1))
         self.shortcut = Conv2d(C_in, C_out, 1) if C_in != C_out else lambda x: x
 
+    def activate(self, x: Tensor) -> Tensor:
+        """A step of its own in `model.py`, where the backward pass recomputes it."""
+        return self.norm1(x).silu()
+
     def __call__(self, x: Tensor, emb: Tensor) -> Tensor:
-        y = self.norm1(x).silu()
+        y = self.activate(x)
         x, y = resample(x, self.up), self.conv1(resample(y, self.up))          # B C_in H W, B C_out H W
         emb = self.emb_proj(emb)[:, :, None, None]
-        if self.scale_shift_norm:  # AdaGN(h, y) = y_s GroupNorm(h) + y_b, section 3; y_s starts around 1
+        if self.scale_shift_norm:  # y_s starts around 1
             scale, shift = emb.chunk(2, dim=1)                                 # B C_out 1 1
-            y = self.norm2(y) * (1 + scale) + shift
+            y = self.norm2.adaptive(y, 1 + scale, shift)
         else:
             y = self.norm2(y + emb)
         return self.shortcut(x) + self.conv2(y.silu().dropout(self.dropout))
@@ -93,15 +102,14 @@ class Attention:
         self.num_heads = C // config.head_channels if config.head_channels else num_heads
         self.split = "B L (K h d) -> K B h L d" if config.qkv_first else "B L (h K d) -> K B h L d"
         self.norm = GroupNorm(GROUPS, C)
-        self.qkv = nn.Linear(C, 3 * C)
-        self.proj = zero(nn.Linear(C, C))
+        self.qkv = Conv2d(C, 3 * C, 1)
+        self.proj = zero(Conv2d(C, C, 1))
 
     def __call__(self, x: Tensor) -> Tensor:
-        y = rearrange(self.norm(x), "B C H W -> B (H W) C")
-        q, k, v = rearrange(self.qkv(y), self.split, K=3, h=self.num_heads)
+        y = self.qkv(self.norm(x)).flatten(2).transpose(1, 2)                  # B L 3C
+        q, k, v = rearrange(y, self.split, K=3, h=self.num_heads)
         y = q.scaled_dot_product_attention(k, v)                               # B h L d
-        y = self.proj(rearrange(y, "B h L d -> B L (h d)"))
-        return x + rearrange(y, "B (H W) C -> B C H W", H=x.shape[2])
+        return x + self.proj(rearrange(y, "B h (H W) d -> B (h d) H W", H=x.shape[2]))
 
 
 class Resample:

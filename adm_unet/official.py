@@ -126,7 +126,9 @@ def load_into(net: Encoder, state_dict: dict[str, Tensor]) -> None:
     for name, value in state_dict.items():
         if name.endswith("positional_embedding"):  # theirs is (C, L)
             value = value.mT
-        elif re.search(r"(qkv|proj_out|qkv_proj|c_proj|^out\.3)\.weight$", name):  # 1x1 convolutions
+        elif re.search(r"(qkv|proj_out)\.weight$", name):  # theirs are of a sequence of pixels: (C, C, 1)
+            value = value[..., None]
+        elif re.search(r"(qkv_proj|c_proj|^out\.3)\.weight$", name):  # theirs are 1x1 convolutions
             value = value.flatten(1)
         ours[name] = value
     load_strictly(net, ours, {name: official_name(name, net.config) for name in state_dict})

@@ -99,9 +99,14 @@ def mp_silu(x: Tensor) -> Tensor:
     return F.silu(x).div_(0.596)  # in place: a new tensor costs more than the division
 
 
-# Magnitude-preserving sum, Eq. 88, of uncorrelated a and b.
+# Magnitude-preserving sum, Eq. 88, of uncorrelated a and b: w_a a + w_b b.
+def mp_sum_weights(t: float) -> tuple[float, float]:
+    return tuple(w / ((1 - t) ** 2 + t**2) ** 0.5 for w in (1 - t, t))
+
+
 def mp_sum(a: Tensor, b: Tensor, t: float) -> Tensor:
-    return a.lerp(b, t).div_(((1 - t) ** 2 + t**2) ** 0.5)
+    w_a, w_b = mp_sum_weights(t)
+    return w_a * a + w_b * b
 
 
 # Magnitude-preserving concatenation, Eq. 103: a and b count as 1 - t and t, however many channels they have.
@@ -138,14 +143,16 @@ class MPFourier(nn.Module):
 
 class MPConv(nn.Module):
     """Magnitude-preserving convolution of (B, in, H, W) or, with kernel 0, linear layer of (B, in); no bias.
-    Normalized weights cannot say how large an output is: a layer with a `gain` learns that, from that one."""
+    Normalized weights cannot say how large an output is: a layer with a `gain` learns that, from that one.
+    `scale`, a constant factor of the output, stands in the filters."""
 
-    def __init__(self, in_channels: int, out_channels: int, kernel: int = 0, gain: float | None = None):
+    def __init__(self, C_in: int, C_out: int, kernel: int = 0, gain: float | None = None, scale: float = 1):
         super().__init__()
-        shape = (out_channels, in_channels, kernel, kernel) if kernel else (out_channels, in_channels)
+        shape = (C_out, C_in, kernel, kernel) if kernel else (C_out, C_in)
         self.weight = nn.Parameter(torch.randn(shape))
         self.gain = None if gain is None else nn.Parameter(torch.tensor(gain))
-        self.dims, self.kept = tuple(range(1, len(shape))), (None, None)  # of one filter; of evaluation
+        self.scale, self.dims = scale, tuple(range(1, len(shape)))  # dimensions of one filter
+        self.kept = (None, None)  # filters of evaluation, and of which weight
 
     def train(self, mode: bool = True) -> "MPConv":
         self.kept = (None, None)
@@ -153,7 +160,7 @@ class MPConv(nn.Module):
 
     # Weight normalization, Eq. 47, in the graph: it removes what a gradient has along the weight.
     def filters(self, dtype: torch.dtype) -> Tensor:
-        """Filters of unit length. In evaluation, without gradients, they are made once and kept: until the
+        """Filters of length `scale`. In evaluation, without gradients, they are made once and kept: until the
         weight is replaced or written (which `.data` hides), or `train` or `eval` is called."""
         w, key = self.weight, None
         passing = self.training or torch.is_grad_enabled() or torch.compiler.is_compiling()
@@ -162,7 +169,7 @@ class MPConv(nn.Module):
             if self.kept[0] == key:
                 return self.kept[1]
         w = w.float() / w[0].numel() ** 0.5  # what autograd saves: a forward pass may overwrite the weight
-        w = (w / (1e-4 + torch.linalg.vector_norm(w, dim=self.dims, keepdim=True))).to(dtype)
+        w = (w * (self.scale / (1e-4 + torch.linalg.vector_norm(w, dim=self.dims, keepdim=True)))).to(dtype)
         if key is not None:  # with the weight's storage, so that no other comes to its address
             self.kept = (key, w, self.weight.detach())
         return w
@@ -186,11 +193,13 @@ class Block(nn.Module):
         self.conv_skip = MPConv(in_channels, out_channels, kernel=1) if in_channels != out_channels else None
         self.conv_res0 = MPConv(out_channels if flavor == "enc" else in_channels, out_channels, kernel=3)
         self.emb_linear = MPConv(E, out_channels, gain=0.0)
-        self.conv_res1 = MPConv(out_channels, out_channels, kernel=3)
+        self.w_main, w_res = mp_sum_weights(config.res_balance)  # one stands in the filters of what is added
+        self.conv_res1 = MPConv(out_channels, out_channels, kernel=3, scale=w_res)
         self.num_heads = out_channels // config.channels_per_head if attention else 0
         if self.num_heads:
             self.attn_qkv = MPConv(out_channels, 3 * out_channels, kernel=1)
-            self.attn_proj = MPConv(out_channels, out_channels, kernel=1)
+            self.w_x, w_attn = mp_sum_weights(config.attn_balance)
+            self.attn_proj = MPConv(out_channels, out_channels, kernel=1, scale=w_attn)
 
     def forward(self, x: Tensor, emb: Tensor) -> Tensor:
         """x (B, in, H, W) and the embedding (B, E), float32 -> (B, out, H', W')."""
@@ -203,13 +212,14 @@ class Block(nn.Module):
         scale = 1 + self.emb_linear(emb)                                       # B out
         y = mp_silu(y * scale[:, :, None, None].to(y.dtype))
         y = self.conv_res1(F.dropout(y, config.dropout, self.training))
-        x = mp_sum(main, y, config.res_balance)
+        x = torch.add(y, main, alpha=self.w_main)                              # mp_sum(main, y)
         if self.num_heads:  # cosine attention, whose logits cannot grow; reordered are its filters, not x
-            w = rearrange(self.attn_qkv.filters(x.dtype), "(h d n) C 1 1 -> (n h d) C", n=3, h=self.num_heads)
-            qkv = rearrange(F.linear(x.flatten(2).mT, w), "B L (n h d) -> n B h L d", n=3, h=self.num_heads)
+            w = rearrange(self.attn_qkv.filters(x.dtype), "(h d n) ... -> (n h d) ...", n=3, h=self.num_heads)
+            qkv = F.conv2d(x, w).flatten(2).mT.contiguous()                    # B L 3C
+            qkv = rearrange(qkv, "B L (n h d) -> n B h L d", n=3, h=self.num_heads)
             y = F.scaled_dot_product_attention(*normalize(qkv, dim=-1).unbind())                  # B h L d
             y = self.attn_proj(rearrange(y, "B h (H W) d -> B (h d) H W", H=x.shape[2]))
-            x = mp_sum(x, y, config.attn_balance)
+            x = torch.add(y, x, alpha=self.w_x)                                # mp_sum(x, y)
         return x if config.clip_act is None else x.clamp_(-config.clip_act, config.clip_act)
 
 

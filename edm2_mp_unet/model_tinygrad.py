@@ -42,9 +42,14 @@ def mp_silu(x: Tensor) -> Tensor:
     return x.silu() / 0.596
 
 
-# Magnitude-preserving sum, Eq. 88, of uncorrelated a and b.
+# Magnitude-preserving sum, Eq. 88, of uncorrelated a and b: w_a a + w_b b.
+def mp_sum_weights(t: float) -> tuple[float, float]:
+    return tuple(w / ((1 - t) ** 2 + t**2) ** 0.5 for w in (1 - t, t))
+
+
 def mp_sum(a: Tensor, b: Tensor, t: float) -> Tensor:
-    return a.lerp(b, t) / ((1 - t) ** 2 + t**2) ** 0.5
+    w_a, w_b = mp_sum_weights(t)
+    return w_a * a + w_b * b
 
 
 # Magnitude-preserving concatenation, Eq. 103: a and b count as 1 - t and t, however many channels they have.
@@ -80,19 +85,21 @@ class MPFourier:
 
 class MPConv:
     """Magnitude-preserving convolution of (B, in, H, W) or, with kernel 0, linear layer of (B, in); no bias.
-    Normalized weights cannot say how large an output is: a layer with a `gain` learns that, from that one."""
+    Normalized weights cannot say how large an output is: a layer with a `gain` learns that, from that one.
+    `scale`, a constant factor of the output, stands in the filters."""
 
-    def __init__(self, in_channels: int, out_channels: int, kernel: int = 0, gain: float | None = None):
-        shape = (out_channels, in_channels, kernel, kernel) if kernel else (out_channels, in_channels)
+    def __init__(self, C_in: int, C_out: int, kernel: int = 0, gain: float | None = None, scale: float = 1):
+        shape = (C_out, C_in, kernel, kernel) if kernel else (C_out, C_in)
         self.weight = Tensor.randn(*shape)
         self.gain = None if gain is None else Tensor.full((), gain, dtype=dtypes.float32)
-        self.dims = tuple(range(1, len(shape)))  # of one filter
+        self.scale, self.dims = scale, tuple(range(1, len(shape)))  # dimensions of one filter
 
     # Weight normalization, Eq. 47, in the graph: it removes what a gradient has along the weight.
     def filters(self, dtype: DType) -> Tensor:
-        """Filters of unit length."""
+        """Filters of length `scale`."""
         w = self.weight.float() / self.weight[0].numel() ** 0.5
-        return (w / (1e-4 + w.square().sum(self.dims, keepdim=True).sqrt())).cast(dtype)
+        norm = w.square().sum(self.dims, keepdim=True).sqrt()
+        return (w * (self.scale / (1e-4 + norm))).cast(dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
         w = self.filters(x.dtype)
@@ -115,11 +122,13 @@ class Block:
         self.conv_skip = MPConv(in_channels, out_channels, kernel=1) if in_channels != out_channels else None
         self.conv_res0 = MPConv(out_channels if flavor == "enc" else in_channels, out_channels, kernel=3)
         self.emb_linear = MPConv(E, out_channels, gain=0.0)
-        self.conv_res1 = MPConv(out_channels, out_channels, kernel=3)
+        self.w_main, w_res = mp_sum_weights(config.res_balance)  # one stands in the filters of what is added
+        self.conv_res1 = MPConv(out_channels, out_channels, kernel=3, scale=w_res)
         self.num_heads = out_channels // config.channels_per_head if attention else 0
         if self.num_heads:
             self.attn_qkv = MPConv(out_channels, 3 * out_channels, kernel=1)
-            self.attn_proj = MPConv(out_channels, out_channels, kernel=1)
+            self.w_x, w_attn = mp_sum_weights(config.attn_balance)
+            self.attn_proj = MPConv(out_channels, out_channels, kernel=1, scale=w_attn)
 
     def __call__(self, x: Tensor, emb: Tensor) -> Tensor:
         """x (B, in, H, W) and the embedding (B, E), float32 -> (B, out, H', W')."""
@@ -132,13 +141,13 @@ class Block:
         scale = 1 + self.emb_linear(emb)                                       # B out
         y = mp_silu(y * scale[:, :, None, None].cast(y.dtype))
         y = self.conv_res1(y.dropout(config.dropout))
-        x = mp_sum(main, y, config.res_balance)
+        x = y + self.w_main * main                                             # mp_sum(main, y)
         if self.num_heads:  # cosine attention, whose logits cannot grow
             qkv = rearrange(self.attn_qkv(x), "B (h d n) H W -> n B h (H W) d", n=3, h=self.num_heads)
             q, k, v = normalize(qkv, dim=-1)
             y = q.scaled_dot_product_attention(k, v)                           # B h L d
             y = self.attn_proj(rearrange(y, "B h (H W) d -> B (h d) H W", H=x.shape[2]))
-            x = mp_sum(x, y, config.attn_balance)
+            x = y + self.w_x * x                                               # mp_sum(x, y)
         return x if config.clip_act is None else x.clip(-config.clip_act, config.clip_act)
 
 

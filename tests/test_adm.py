@@ -113,21 +113,44 @@ def test_skips_reach_their_blocks(kind):
         torch.testing.assert_close(skip, kappa * feature)
 
 
-def test_checkpointing_recomputes_blocks_and_otherwise_attention_alone():
+def test_checkpointing_recomputes_blocks_and_otherwise_first_normalizations_alone():
     calls, grads = {}, {}
     for on in (False, True):
         net = randomized(replace(TINY, checkpointing=on, dropout=0.5))
         calls[on] = []
         for module in net.modules():
-            if isinstance(module, (model.Attention, model.ResBlock)):
+            if isinstance(module, (model.Attention, model.ResBlock, model.GroupNorm)):
                 module.register_forward_pre_hook(lambda module, _, seen=calls[on]: seen.append(type(module)))
         torch.manual_seed(2)
         net(*inputs(net)).square().sum().backward()
         grads[on] = [p.grad for p in net.parameters()]
     blocks = sum(isinstance(module, model.ResBlock) for module in net.modules())
-    assert [calls[on].count(model.Attention) for on in (False, True)] == [8, 8]  # of 4
+    assert [calls[on].count(model.Attention) for on in (False, True)] == [4, 8]
     assert [calls[on].count(model.ResBlock) for on in (False, True)] == [blocks, 2 * blocks]
+    assert calls[False].count(model.GroupNorm) == 2 * blocks + 4 + 1  # second ones are no calls; the last one
     assert all(torch.equal(a, b) for a, b in zip(grads[False], grads[True], strict=True))  # dropout's too
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_adaptive_group_normalization(dtype):
+    """Trained, in one kernel, and evaluated; beside the formula in float64."""
+    norm, rng = model.GroupNorm(32, 64).to(dtype), torch.Generator().manual_seed(0)
+    tensors = [torch.randn(shape, generator=rng).to(dtype).requires_grad_()
+               for shape in [(3, 64, 4, 6), (3, 64, 1, 1), (3, 64, 1, 1), (64,), (64,)]]
+    h, y_s, y_b, norm.weight.data, norm.bias.data = (tensor.detach() for tensor in tensors)
+    grouped = h.double().unflatten(1, (32, 2))
+    var, mean = torch.var_mean(grouped, (2, 3, 4), correction=0, keepdim=True)
+    exact = ((grouped - mean) / (var + norm.eps) ** 0.5).flatten(1, 2)
+    exact = y_s.double() * (exact * norm.weight.double()[:, None, None] + norm.bias.double()[:, None, None])
+    exact, grads = exact + y_b.double(), []
+    for training in (True, False):
+        out = norm.train(training).adaptive(*tensors[:3])
+        assert out.dtype == dtype
+        close = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]
+        assert (out.double() - exact).abs().max() < close * exact.abs().max()
+        grads.append(torch.autograd.grad(out.double().square().sum(), [*tensors[:3], *norm.parameters()]))
+    for a, b in zip(*grads, strict=True):
+        assert (a - b).abs().max() < close * b.abs().max()
 
 
 def test_normalizes_in_float32():

@@ -141,10 +141,10 @@ def test_official_weights_must_fit():
 
 
 def test_eq_47_weight_normalization():
-    layer = MPConv(4, 6, kernel=3)
+    layer = MPConv(4, 6, kernel=3, scale=0.4)
     w = layer.weight.detach().numpy().astype(np.float64)
     norm = np.sqrt((w**2).sum((1, 2, 3), keepdims=True))
-    expected = w / (norm / 6 + 1e-4) / 6  # fan-in 36
+    expected = 0.4 * w / (norm / 6 + 1e-4) / 6  # fan-in 36
     np.testing.assert_allclose(layer.filters(torch.float32).detach().numpy(), expected, rtol=1e-6)
     linear = MPConv(3, 2, gain=2.5)
     w = linear.weight.detach().numpy().astype(np.float64)
