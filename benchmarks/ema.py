@@ -141,7 +141,7 @@ def compare_reconstructions(options: Options, folder: Path, lengths: list[float]
     with get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
         for _ in range(options.rounds + 1):
             figures.append([pool.apply(measure, (way, folder, lengths)) for way in ways])
-            least.append(additions(options, lengths))
+            least.append(pool.apply(additions, (options, lengths)))
     (released, more), (ours, less) = np.median(figures[1:], axis=0)  # the first fills the page cache
     ratios = np.array([pair[0][0] / pair[1][0] for pair in figures[1:]])
     print(f"  lengths: {len(lengths)}; {released:.1f} s, {more:.0f} MB to unpickle and add; {ours:.1f} s, "

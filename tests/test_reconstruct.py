@@ -21,7 +21,9 @@ from posthoc_ema.ema import PowerFunctionEMA, power_function_inner, solve_postho
 from posthoc_ema.plan import make_plan, profile_errors
 from posthoc_ema.reconstruct import Options, main, parse_lengths, reconstruct, weighted_sums
 from posthoc_ema.snapshots import (
+    layout,
     list_snapshots,
+    mapped,
     read_header,
     read_snapshot,
     save_snapshot,
@@ -200,6 +202,22 @@ print(len(plan.snapshots), resident("VmHWM") - before)
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_layout_is_that_of_the_tensors(tmp_path):
+    weights = {
+        "half": torch.ones(2, 3).half(), "brain": torch.ones(4).bfloat16(), "full": torch.ones(1, 2, 1),
+        "count": torch.tensor(7), "mask": torch.tensor([True]), "none": torch.zeros(0, 5),
+    }  # fmt: skip
+    save_file(weights, file := tmp_path / "1-0.050.safetensors")
+    torch.save(weights, pt := tmp_path / "1-0.050.pt")
+    for path in (file, pt):
+        expected = {name: (value.dtype, tuple(value.shape)) for name, value in weights.items()}
+        assert layout(path) == expected
+        assert {name: (value.dtype, tuple(value.shape)) for name, value in mapped(path).items()} == expected
+        path.write_bytes(path.read_bytes()[:-3])
+        with pytest.raises(ValueError, match=f"{path.name} is missing, truncated or not a file of weights"):
+            layout(path)
+
+
 def test_memory_is_that_of_the_outputs(tmp_path):
     """32 snapshots of 8 MiB, two outputs: four files at a time are mapped."""
     for nimg in range(1, 17):
