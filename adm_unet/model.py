@@ -147,7 +147,7 @@ class GroupNorm(nn.GroupNorm):
         dtype, groups = torch.promote_types(h.dtype, torch.float32), len(h) * self.num_groups
         weight, bias = self.weight[:, None, None] * y_s, self.bias[:, None, None] * y_s + y_b    # B C 1 1
         weight, bias, x = weight.to(dtype).flatten(), bias.to(dtype).flatten(), h.to(dtype).flatten(0, 1)
-        return F.group_norm(x[None], groups, weight, bias, self.eps).view(h.shape).to(h.dtype)
+        return torch.group_norm(x[None], groups, weight, bias, self.eps).view(h.shape).to(h.dtype)
 
 
 class ResBlock(nn.Module):

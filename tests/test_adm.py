@@ -153,6 +153,13 @@ def test_adaptive_group_normalization(dtype):
         assert (a - b).abs().max() < close * b.abs().max()
 
 
+def test_adaptive_group_normalization_of_a_value_a_group():
+    """Nothing is left of a value that is a group of its own but the shift."""
+    norm, (h, y_s, y_b) = model.GroupNorm(32, 32), torch.randn(3, 2, 32, 1, 1)
+    for training in (True, False):
+        torch.testing.assert_close(norm.train(training).adaptive(h, y_s, y_b), y_b, rtol=0, atol=1e-3)
+
+
 def test_normalizes_in_float32():
     """In bfloat16 a mean of 1000 would leave nothing of a deviation of 1."""
     x = (1000 + torch.randn(2, 32, 8, 8, generator=torch.Generator().manual_seed(0))).bfloat16()
