@@ -68,7 +68,7 @@ from shared.samplers import guided, heun, sigma_steps
 Network = Literal["uvit", "adm", "edm2"]
 Size = Literal["digits", "small", "released"]
 Task = Literal["train", "evaluate", "sample"]
-TOLERANCE, GUIDANCE, SIGMAS = 2e-5, 1.5, sigma_steps(18)
+TOLERANCE, GUIDANCE, SIGMAS, TRACKED = 2e-5, 1.5, sigma_steps(18), (0.05, 0.10)
 PRODUCTS = r"mm$|addmm$|bmm$|baddbmm$|\w*convolution|\w*scaled_dot_product"  # operations, for `at most`
 POINTWISE = PRODUCTS + r"|silu|gelu|native_\w+_norm"
 
@@ -181,14 +181,20 @@ def make_denoiser(name: Network, net: Callable, ours: bool) -> Denoiser:
 # Steps ------------------------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
-def update_in_a_loop(ema: PowerFunctionEMA, t: float) -> None:
-    """The released way to update averages."""
-    for sigma_rel, average in zip(ema.lengths, ema.averages, strict=True):
-        beta = float(power_function_beta(sigma_rel, t, t - ema.t))
-        for p_ema, p in zip(average, ema.params, strict=True):
-            p_ema.lerp_(p, 1 - beta)
-    ema.t = t
+class LoopEMA:
+    """The released way to track averages: each by itself, tensor by tensor."""
+
+    def __init__(self, net: nn.Module):
+        self.params, self.t = list(net.parameters()), 0
+        self.averages = {length: [p.detach().clone() for p in self.params] for length in TRACKED}
+
+    @torch.no_grad()
+    def update(self, t: float) -> None:
+        for sigma_rel, average in self.averages.items():
+            beta = float(power_function_beta(sigma_rel, t, t - self.t))
+            for p_ema, p in zip(average, self.params, strict=True):
+                p_ema.lerp_(p, 1 - beta)
+        self.t = t
 
 
 def make_step(
@@ -200,24 +206,23 @@ def make_step(
     precision = torch.autocast(device, torch.bfloat16, enabled=device == "cuda")
     run = SimpleNamespace(config=options)  # as much of a run as `Run.compile` looks at
     D = make_denoiser(name, Run.compile(run, net) if ours else net, ours)
+    if ours and (name, task) != ("adm", "train") and name != "uvit":  # as train.py and sample.py do
+        net.to(memory_format=torch.channels_last)
     if task == "train":
         kind = torch.optim.Adam if name == "edm2" else torch.optim.AdamW
         optimizer = kind(net.train().parameters(), 1e-4, **(dict(fused=True) if ours else {}))
-        ema = PowerFunctionEMA(net)
-        update = PowerFunctionEMA.update if ours else update_in_a_loop
+        ema = PowerFunctionEMA(net, TRACKED) if ours else LoopEMA(net)
 
         def step() -> None:
             with precision:
                 loss = edm_loss(D, images, sigma, noise, labels).mean()
             loss.backward()
             optimizer.step()
-            update(ema, ema.t + len(images))
+            ema.update(ema.t + len(images))
             optimizer.zero_grad()
 
         return step
     net.eval().requires_grad_(False)
-    if ours and name != "uvit":
-        net.to(memory_format=torch.channels_last)  # as sample.py does
     D_w = D if labels is None else guided(D, lambda x, sigma, labels: D(x, sigma, no_labels), GUIDANCE)
 
     @torch.no_grad()

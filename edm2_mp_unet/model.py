@@ -91,12 +91,15 @@ PRESETS: dict[str, EDM2Config] = {
 def normalize(x: Tensor, dim: int | tuple[int, ...]) -> Tensor:
     """x over its root mean square along `dim`, which is taken in float32. Same shape."""
     norm = torch.linalg.vector_norm(x, dim=dim, keepdim=True, dtype=torch.float32)
-    return x / (1e-4 + norm * (norm.numel() / x.numel()) ** 0.5).to(x.dtype)
+    return x * (1 / (1e-4 + norm * (norm.numel() / x.numel()) ** 0.5)).to(x.dtype)
 
 
-# Magnitude-preserving SiLU, Eq. 81: 0.596 is the magnitude of the SiLU of a standard normal.
+# Magnitude-preserving SiLU, Eq. 81. Where a convolution follows, the constant stands in its filters.
+SILU = 0.596  # magnitude of the SiLU of a standard normal
+
+
 def mp_silu(x: Tensor) -> Tensor:
-    return F.silu(x).div_(0.596)  # in place: a new tensor costs more than the division
+    return F.silu(x) / SILU
 
 
 # Magnitude-preserving sum, Eq. 88, of uncorrelated a and b: w_a a + w_b b.
@@ -191,10 +194,11 @@ class Block(nn.Module):
         self.config, self.flavor, self.mode, self.takes_skip = config, flavor, mode, skip_channels > 0
         in_channels += skip_channels
         self.conv_skip = MPConv(in_channels, out_channels, kernel=1) if in_channels != out_channels else None
-        self.conv_res0 = MPConv(out_channels if flavor == "enc" else in_channels, out_channels, kernel=3)
+        in_channels = out_channels if flavor == "enc" else in_channels
+        self.conv_res0 = MPConv(in_channels, out_channels, kernel=3, scale=1 / SILU)
         self.emb_linear = MPConv(E, out_channels, gain=0.0)
         self.w_main, w_res = mp_sum_weights(config.res_balance)  # one stands in the filters of what is added
-        self.conv_res1 = MPConv(out_channels, out_channels, kernel=3, scale=w_res)
+        self.conv_res1 = MPConv(out_channels, out_channels, kernel=3, scale=w_res / SILU)
         self.num_heads = out_channels // config.channels_per_head if attention else 0
         if self.num_heads:
             self.attn_qkv = MPConv(out_channels, 3 * out_channels, kernel=1)
@@ -208,9 +212,9 @@ class Block(nn.Module):
         main = x if self.conv_skip is None else self.conv_skip(x)              # B out H' W'
         if self.flavor == "enc":  # here magnitudes are set; everywhere else they are preserved
             x = main = normalize(main, dim=1)
-        y = self.conv_res0(mp_silu(x))
+        y = self.conv_res0(F.silu(x))                                          # of mp_silu(x)
         scale = 1 + self.emb_linear(emb)                                       # B out
-        y = mp_silu(y * scale[:, :, None, None].to(y.dtype))
+        y = F.silu(y * scale[:, :, None, None].to(y.dtype))                    # mp_silu
         y = self.conv_res1(F.dropout(y, config.dropout, self.training))
         x = torch.add(y, main, alpha=self.w_main)                              # mp_sum(main, y)
         if self.num_heads:  # cosine attention, whose logits cannot grow; reordered are its filters, not x
@@ -220,7 +224,8 @@ class Block(nn.Module):
             y = F.scaled_dot_product_attention(*normalize(qkv, dim=-1).unbind())                  # B h L d
             y = self.attn_proj(rearrange(y, "B h (H W) d -> B (h d) H W", H=x.shape[2]))
             x = torch.add(y, x, alpha=self.w_x)                                # mp_sum(x, y)
-        return x if config.clip_act is None else x.clamp_(-config.clip_act, config.clip_act)
+        clip = config.clip_act
+        return x if clip is None else F.hardtanh_(x, -clip, clip)  # a clamp_ whose gradient needs no copy
 
 
 class UNet(nn.Module):

@@ -34,12 +34,15 @@ from shared.long_skip_tinygrad import LongSkipScaling
 def normalize(x: Tensor, dim: int | tuple[int, ...]) -> Tensor:
     """x over its root mean square along `dim`, which is taken in float32. Same shape."""
     norm = x.float().square().sum(dim, keepdim=True).sqrt()
-    return x / (1e-4 + norm * (norm.numel() / x.numel()) ** 0.5).cast(x.dtype)
+    return x * (1 / (1e-4 + norm * (norm.numel() / x.numel()) ** 0.5)).cast(x.dtype)
 
 
-# Magnitude-preserving SiLU, Eq. 81: 0.596 is the magnitude of the SiLU of a standard normal.
+# Magnitude-preserving SiLU, Eq. 81. Where a convolution follows, the constant stands in its filters.
+SILU = 0.596  # magnitude of the SiLU of a standard normal
+
+
 def mp_silu(x: Tensor) -> Tensor:
-    return x.silu() / 0.596
+    return x.silu() / SILU
 
 
 # Magnitude-preserving sum, Eq. 88, of uncorrelated a and b: w_a a + w_b b.
@@ -120,10 +123,11 @@ class Block:
         self.config, self.flavor, self.mode, self.takes_skip = config, flavor, mode, skip_channels > 0
         in_channels += skip_channels
         self.conv_skip = MPConv(in_channels, out_channels, kernel=1) if in_channels != out_channels else None
-        self.conv_res0 = MPConv(out_channels if flavor == "enc" else in_channels, out_channels, kernel=3)
+        in_channels = out_channels if flavor == "enc" else in_channels
+        self.conv_res0 = MPConv(in_channels, out_channels, kernel=3, scale=1 / SILU)
         self.emb_linear = MPConv(E, out_channels, gain=0.0)
         self.w_main, w_res = mp_sum_weights(config.res_balance)  # one stands in the filters of what is added
-        self.conv_res1 = MPConv(out_channels, out_channels, kernel=3, scale=w_res)
+        self.conv_res1 = MPConv(out_channels, out_channels, kernel=3, scale=w_res / SILU)
         self.num_heads = out_channels // config.channels_per_head if attention else 0
         if self.num_heads:
             self.attn_qkv = MPConv(out_channels, 3 * out_channels, kernel=1)
@@ -137,9 +141,9 @@ class Block:
         main = x if self.conv_skip is None else self.conv_skip(x)              # B out H' W'
         if self.flavor == "enc":  # here magnitudes are set; everywhere else they are preserved
             x = main = normalize(main, dim=1)
-        y = self.conv_res0(mp_silu(x))
+        y = self.conv_res0(x.silu())                                           # of mp_silu(x)
         scale = 1 + self.emb_linear(emb)                                       # B out
-        y = mp_silu(y * scale[:, :, None, None].cast(y.dtype))
+        y = (y * scale[:, :, None, None].cast(y.dtype)).silu()                 # mp_silu
         y = self.conv_res1(y.dropout(config.dropout))
         x = y + self.w_main * main                                             # mp_sum(main, y)
         if self.num_heads:  # cosine attention, whose logits cannot grow
@@ -148,7 +152,8 @@ class Block:
             y = q.scaled_dot_product_attention(k, v)                           # B h L d
             y = self.attn_proj(rearrange(y, "B h (H W) d -> B (h d) H W", H=x.shape[2]))
             x = y + self.w_x * x                                               # mp_sum(x, y)
-        return x if config.clip_act is None else x.clip(-config.clip_act, config.clip_act)
+        clip = config.clip_act
+        return x if clip is None else x.clip(-clip, clip)
 
 
 class UNet:

@@ -144,8 +144,8 @@ def train(config: TrainConfig) -> None:
     del recipe["run"]
     with Run(config.run, recipe) as run:
         torch.manual_seed(config.seed)
-        net = Denoiser(config.net).to(run.device)
-        averaged = copy.deepcopy(net).to(memory_format=torch.channels_last).eval().requires_grad_(False)
+        net = Denoiser(config.net).to(run.device, memory_format=torch.channels_last)  # steps are faster so
+        averaged = copy.deepcopy(net).eval().requires_grad_(False)
         optimizer = torch.optim.Adam(net.parameters(), config.lr, config.betas, fused=True)
         ema = PowerFunctionEMA(net, config.sigma_rels)
         parts = dict(net=net, optimizer=optimizer, ema=ema)

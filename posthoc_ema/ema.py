@@ -108,6 +108,8 @@ def solve_posthoc_coefficients(
 
 # Trackers ---------------------------------------------------------------------------------------------------
 
+LARGE = 1 << 15  # weights, from which on PyTorch updates a tensor with several threads
+
 
 # The decay of a power-function average, Eq. 127.
 def power_function_beta(sigma_rel: ArrayLike, t_next: float, t_delta: float) -> NDArray[np.float64]:
@@ -126,15 +128,31 @@ class _EMA:
         low = {p.dtype for p in self.params} - {torch.float32, torch.float64}
         if low:
             raise ValueError(f"weights are {low.pop()}: averages need float32 master weights")
-        self.averages = [[p.detach().clone() for p in self.params] for _ in self.lengths]
+        # The M averages of a parameter are one tensor, updated in one call. Those of a large one lie row
+        # beside row, so that each row of weights is read from memory once for all of them.
+        M, self.stacks, self.rests = len(self.lengths), [], []
+        dims = [int(p.ndim > 1 and p.numel() >= LARGE) for p in self.params]  # where the M stand
+        self.large = [i for i, dim in enumerate(dims) if dim]
+        self.rest = {(p.dtype, p.device): p.new_empty(M) for p in self.params}  # 1 - beta
+        for p, dim in zip(self.params, dims, strict=True):
+            shape = *p.shape[:dim], M, *p.shape[dim:]
+            self.stacks.append(p.detach().unsqueeze(dim).expand(shape).clone())
+            self.rests.append(self.rest[p.dtype, p.device].view(M, *[1] * (p.ndim - dim)))
+        parts = [stack.unbind(dim) for stack, dim in zip(self.stacks, dims, strict=True)]
+        self.averages = [[part[m] for part in parts] for m in range(M)]
 
     @torch.no_grad()
     def update(self, t: float) -> None:
         """Take in the network's weights at time t, later than at the last update. ValueError otherwise."""
         if t <= self.t:
             raise ValueError(f"EMA update at time {t}, but the last was at {self.t}")
-        for average, beta in zip(self.averages, self.betas(t, t - self.t), strict=True):
-            torch._foreach_lerp_(average, self.params, 1 - beta)
+        rest = 1 - torch.tensor(self.betas(t, t - self.t), dtype=torch.float64)
+        for own in self.rest.values():
+            own.copy_(rest)
+        params = self.params.copy()
+        for i in self.large:
+            params[i] = params[i].unsqueeze(1)
+        torch._foreach_lerp_(self.stacks, params, self.rests)
         self.t = t
 
     def weights(self, length: float) -> dict[str, Tensor]:

@@ -266,17 +266,19 @@ def test_update_every_k_steps_eq_127(times):
         np.testing.assert_allclose(ema.weights(sigma_rel)["theta"], np.diff(power) @ path, rtol=1e-9)
 
 
-@pytest.mark.parametrize("shapes", [[(1, 3), (1, 1)], [(65, 64)], [(65, 64), (1, 3), (64, 65), (2, 5)]])
+@pytest.mark.parametrize("shapes", [[(1, 3), (1, 1)], [(65, 64)], [(65, 64), (1, 3), (5,), (3, 3, 65, 64)]])
 def test_tensors_of_all_kinds_eq_127(shapes):
-    """Of all shapes and sizes, transposed, one in float64."""
+    """Of all shapes, sizes and memory formats, one in float64."""
     net, rng = nn.Module(), np.random.default_rng(2)
-    net.weights = nn.ParameterList([torch.zeros(shape[::-1]).T for shape in shapes])
+    net.weights = nn.ParameterList([torch.zeros(s[::-1]).permute(*range(len(s))[::-1]) for s in shapes])
+    net.filters = nn.Parameter(torch.zeros(60, 64, 3, 3).to(memory_format=torch.channels_last))
+    net.scale = nn.Parameter(torch.zeros(()))
     net.double_weight = nn.Parameter(torch.zeros(3, dtype=torch.float64))
     ema, paths = PowerFunctionEMA(net), [rng.standard_normal((4, *p.shape)) for p in net.parameters()]
     for k in range(4):
         with torch.no_grad():
             for p, path in zip(net.parameters(), paths, strict=True):
-                p.copy_(torch.from_numpy(path[k]))
+                p.copy_(torch.as_tensor(path[k]))
         ema.update(100 * (k + 1))
         state = copy.deepcopy(ema.state_dict())
         ema = PowerFunctionEMA(net)  # goes on from the state of the other
