@@ -4,7 +4,7 @@ Paper: Karras et al., Analyzing and Improving the Training Dynamics of Diffusion
 section 3.2 and appendix C.3. How good a sum can be is known before a weight is read (`plan.py`); the weights
 then stream through once, so memory is that of the outputs and a few files, however many snapshots there are.
 
-Reading order: `start`, `add`, `weighted_sums`, `reconstruct` and `read_average` (for other programs), the
+Reading order: `unchanged`, `add`, `weighted_sums`, `reconstruct` and `read_average` (for other programs), the
 command.
 
 Shapes: N snapshots, M outputs.
@@ -32,42 +32,49 @@ from posthoc_ema.ema import sigma_rel_to_gamma
 from posthoc_ema.plan import make_plan
 from posthoc_ema.snapshots import (
     Snapshot,
+    blocks,
     find_snapshot,
+    layout,
+    layout_of,
     list_snapshots,
     mapped,
+    mapped_blocks,
+    numel,
     read_header,
     read_snapshot,
     save_snapshot,
     snapshot_path,
+    unpacked,
 )
 from shared.check import require
 from shared.run import cli
 
 FILES = 4  # that are read at a time
+CHUNK = 1 << 20  # sums, of up to eight lengths, made at a time: they stay in the cache from file to file
 
 
-def start(files: Sequence[dict[str, Tensor]], M: int, dtype: torch.dtype) -> tuple[dict, dict]:
-    """Zeros to sum averages in, and copies of what is none, (M, ...) each, for the target's own files.
-
-    Averages of different lengths differ; a buffer or a counter is the same in all.
-    """
-    sums, copies = {}, {}
+def unchanged(files: Sequence[dict[str, Tensor]], dtype: torch.dtype) -> dict[str, Tensor]:
+    """What is no average in the target's own files: those of different lengths differ, but a buffer or a
+    counter is the same in all."""
+    copies = {}
     for name, value in files[0].items():
         same = len(files) > 1 and all(torch.equal(tensors[name], value) for tensors in files[1:])
-        if value.is_floating_point() and not same:
-            sums[name] = torch.zeros(M, *value.shape, dtype=dtype)
-        else:
-            copies[name] = torch.stack([value.to(dtype) if value.is_floating_point() else value] * M)
-    return sums, copies
+        if same or not value.is_floating_point():
+            copies[name] = value.to(dtype if value.is_floating_point() else value.dtype, copy=True)
+    return copies
 
 
-def add(sums: dict[str, Tensor], files: Sequence[dict[str, Tensor]], x: NDArray[np.float64]) -> None:
-    """To each of `sums` (M, ...) add the tensors of n files, of any precision, with coefficients x (n, M)."""
-    for name, total in sums.items():  # which stays in the cache from file to file
-        for tensors, coefficients in zip(files, x.tolist(), strict=True):
-            value = tensors[name].to(total.dtype)
-            for part, coefficient in zip(total, coefficients, strict=True):  # whose rounding no other changes
-                part.add_(value, alpha=coefficient)
+def add(sums: Sequence[Tensor], files: Sequence[Sequence[Tensor]], x: NDArray[np.float64]) -> None:
+    """To each of `sums` (M, L) add tensors (L,) of n files, of any precision, with coefficients x (n, M)."""
+    size = CHUNK // max(1, min(x.shape[1], 8))
+    for total, *values in zip(sums, *files, strict=True):
+        room = total.new_empty(min(size, total.shape[1]))  # for all chunks: new memory costs more than sums
+        for k in range(0, total.shape[1], size):
+            parts = total[:, k : k + size].unbind()
+            for value, coefficients in zip(values, x.tolist(), strict=True):
+                chunk = room[: total.shape[1] - k].copy_(value[k : k + size])
+                for part, coefficient in zip(parts, coefficients, strict=True):  # whose bits no other changes
+                    part.add_(chunk, alpha=coefficient)
 
 
 @torch.no_grad()
@@ -76,13 +83,32 @@ def weighted_sums(
 ) -> list[dict[str, Tensor]]:
     """M state dicts: sums of N snapshots, which end with the target's own, with coefficients x (N, M)."""
     own = {s.path: mapped(s.path) for s in snapshots if s.nimg == snapshots[-1].nimg}
-    sums, copies = start(list(own.values()), x.shape[1], dtype)
+    copies, kinds = unchanged(list(own.values()), dtype), layout_of(own[snapshots[-1].path])
+    order, files = list(kinds.items()), [s.path for s in snapshots]
+    alike = all(path.suffix == ".safetensors" and list(layout(path).items()) == order for path in files)
+    parts = blocks(kinds) if alike else [{name: kind} for name, kind in order]  # what is read as one tensor
+    sums = [torch.zeros(x.shape[1], numel(part), dtype=dtype) for part in parts]
+
+    def read(path: Path) -> list[Tensor]:  # (L,) of each part
+        tensors = own.pop(path, None)
+        if alike:
+            return mapped_blocks(path)
+        tensors = tensors or mapped(path)
+        return [tensors[name].flatten() for name in kinds]
+
     with tqdm(total=len(snapshots), unit="snapshot", disable=None) as bar:
         for end in range(len(snapshots), 0, -FILES):
             some = slice(max(0, end - FILES), end)
-            add(sums, [own.pop(s.path, None) or mapped(s.path) for s in snapshots[some]], x[some])
+            add(sums, [read(path) for path in files[some]], x[some])
             bar.update(end - some.start)  # and unmapped before the next are read
-    return [{name: total[m] for name, total in (sums | copies).items()} for m in range(x.shape[1])]
+
+    outputs = []
+    for m in range(x.shape[1]):
+        tensors = {}
+        for part, total in zip(parts, sums, strict=True):
+            tensors |= unpacked(part, total[m])
+        outputs.append(tensors | {name: value.clone() for name, value in copies.items()})
+    return outputs
 
 
 def reconstruct(

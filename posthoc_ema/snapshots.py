@@ -16,13 +16,15 @@ as the entry `header` of the file's metadata: equal weights make equal files.
 To reconstruct from, PyTorch state dicts of any training loop do as well, named `*-<nimg>-<sigma_rel>.pt`.
 
 Reading order: one snapshot (`save_snapshot`, `read_snapshot`), a run's (`save_snapshots`, `find_snapshot`),
-all that are in a folder (`list_snapshots`, `mapped`, `layout`, `require_alike`).
+all that are in a folder (`list_snapshots`, `mapped`, `layout`, `blocks`, `require_alike`).
 """
 
 import json
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, is_dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -70,7 +72,7 @@ def read_snapshot(path: Path) -> tuple[dict[str, Tensor], dict]:
     """A snapshot's weights, on the CPU in float32, and its header. ValueError as `read_header`."""
     header = read_header(path)
     with safe_open(path, "pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        tensors = file.get_tensors()
     return {k: v.float() if v.is_floating_point() else v for k, v in tensors.items()}, header
 
 
@@ -170,7 +172,7 @@ def mapped(path: Path) -> dict[str, Tensor]:
             tensors = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         else:
             with safe_open(path, "pt") as file:
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                tensors = file.get_tensors()
     except Exception as error:  # each reader has its own
         raise ValueError(f"{path} is missing, truncated or not a file of weights") from error
     named = isinstance(tensors, dict) and all(isinstance(value, Tensor) for value in tensors.values())
@@ -178,18 +180,50 @@ def mapped(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def layout(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Type and shape of each of a file's tensors. ValueError as `mapped`, which takes ten times as long."""
+Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # types and shapes of tensors
+
+
+def layout_of(tensors: dict[str, Tensor]) -> Layout:
+    return {name: (value.dtype, tuple(value.shape)) for name, value in tensors.items()}
+
+
+def layout(path: Path) -> Layout:
+    """What `mapped` gives, in the order of the file: read in a tenth of the time. ValueError likewise."""
     if path.suffix != ".safetensors":
-        return {name: (value.dtype, tuple(value.shape)) for name, value in mapped(path).items()}
+        return layout_of(mapped(path))
     try:
         with safe_open(path, "pt") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            slices = {name: file.get_slice(name) for name in file.offset_keys()}
             examples = {value.get_dtype(): name for name, value in slices.items()}
             dtypes = {kind: file.get_tensor(name).dtype for kind, name in examples.items()}
             return {k: (dtypes[v.get_dtype()], tuple(v.get_shape())) for k, v in slices.items()}
     except Exception as error:  # as in `mapped`
         raise ValueError(f"{path} is missing, truncated or not a file of weights") from error
+
+
+def numel(tensors: Layout) -> int:
+    return sum(math.prod(shape) for _, shape in tensors.values())
+
+
+def blocks(tensors: Layout) -> list[Layout]:
+    """Neighbours of one type, which are one array in a safetensors file."""
+    return [dict(block) for _, block in groupby(tensors.items(), lambda item: item[1][0])]
+
+
+def mapped_blocks(path: Path) -> list[Tensor]:
+    """A safetensors file's tensors, memory-mapped, each block as one, (L,). ValueError as `mapped`."""
+    found = blocks(layout(path))
+    dtypes = [next(iter(block.values()))[0] for block in found]
+    sizes = [dtype.itemsize * numel(block) for dtype, block in zip(dtypes, found, strict=True)]
+    whole = torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)
+    parts = whole[len(whole) - sum(sizes) :].split(sizes)  # tensors end the file
+    return [part.view(dtype) for part, dtype in zip(parts, dtypes, strict=True)]
+
+
+def unpacked(block: Layout, values: Tensor) -> dict[str, Tensor]:
+    """The tensors that a block (L,) is made of."""
+    parts = values.split([math.prod(shape) for _, shape in block.values()])
+    return {name: part.view(shape) for (name, (_, shape)), part in zip(block.items(), parts, strict=True)}
 
 
 def require_alike(snapshots: Sequence[Snapshot]) -> set[torch.dtype]:

@@ -21,14 +21,17 @@ from posthoc_ema.ema import PowerFunctionEMA, power_function_inner, solve_postho
 from posthoc_ema.plan import make_plan, profile_errors
 from posthoc_ema.reconstruct import Options, main, parse_lengths, reconstruct, weighted_sums
 from posthoc_ema.snapshots import (
+    blocks,
     layout,
     list_snapshots,
     mapped,
+    mapped_blocks,
     read_header,
     read_snapshot,
     save_snapshot,
     save_snapshots,
     snapshot_path,
+    unpacked,
 )
 from shared.run import cli
 
@@ -174,16 +177,29 @@ def test_a_folder_of_state_dicts(tmp_path):
 
 
 def test_each_file_is_read_once(tmp_path, monkeypatch):
+    """Files laid out alike as a whole, others tensor by tensor; the target's own are looked at before."""
     train(tmp_path)
-    read = []
+    read = {"mapped": [], "mapped_blocks": []}
 
-    def mapped(path):
-        read.append(path.name)
-        return posthoc_ema.snapshots.mapped(path)
+    def watch(name):
+        function = getattr(posthoc_ema.snapshots, name)
+        watched = lambda path: read[name].append(path) or function(path)
+        monkeypatch.setattr(posthoc_ema.reconstruct, name, watched)
 
-    monkeypatch.setattr(posthoc_ema.reconstruct, "mapped", mapped)
-    reconstruct(tmp_path, [0.02, 0.07, 0.15, 0.2], 1200)
-    assert sorted(read) == sorted(path.name for path in tmp_path.iterdir() if int(path.name[:9]) <= 1200)
+    watch("mapped")
+    watch("mapped_blocks")
+    paths = sorted(path for path in tmp_path.iterdir() if int(path.name[:9]) <= 1200)
+    first = reconstruct(tmp_path, [0.02, 0.07, 0.15, 0.2], 1200)
+    assert sorted(read.pop("mapped_blocks")) == paths and sorted(read["mapped"]) == paths[-2:]
+    read |= {"mapped": [], "mapped_blocks": []}
+    weights, header = read_snapshot(paths[0])
+    save_snapshot(paths[0], weights, header, "bfloat16")
+    second = reconstruct(tmp_path, [0.02, 0.07, 0.15, 0.2], 1200)
+    assert sorted(read["mapped"]) == paths and not read["mapped_blocks"]
+    for (tensors, _), (others, _) in zip(first, second, strict=True):
+        assert tensors.keys() == others.keys()
+        for name, value in tensors.items():  # of which bfloat16 rounds the earliest, least share
+            torch.testing.assert_close(others[name], value, rtol=1e-4, atol=1e-4)
 
 
 MEASURE = """
@@ -200,8 +216,6 @@ print(len(plan.snapshots), resident("VmHWM") - before)
 """
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_layout_is_that_of_the_tensors(tmp_path):
     weights = {
         "half": torch.ones(2, 3).half(), "brain": torch.ones(4).bfloat16(), "full": torch.ones(1, 2, 1),
@@ -209,6 +223,14 @@ def test_a_layout_is_that_of_the_tensors(tmp_path):
     }  # fmt: skip
     save_file(weights, file := tmp_path / "1-0.050.safetensors")
     torch.save(weights, pt := tmp_path / "1-0.050.pt")
+    found = mapped_blocks(file)
+    assert sum(len(block) for block in found) == 6 + 4 + 2 + 1 + 1
+    tensors = {}
+    for block, values in zip(blocks(layout(file)), found, strict=True):
+        tensors |= unpacked(block, values)
+    assert tensors.keys() == weights.keys()
+    assert all(torch.equal(tensors[name], value) for name, value in weights.items())
+    assert all(tensors[name].dtype == value.dtype for name, value in weights.items())
     for path in (file, pt):
         expected = {name: (value.dtype, tuple(value.shape)) for name, value in weights.items()}
         assert layout(path) == expected
@@ -218,6 +240,8 @@ def test_a_layout_is_that_of_the_tensors(tmp_path):
             layout(path)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_is_that_of_the_outputs(tmp_path):
     """32 snapshots of 8 MiB, two outputs: four files at a time are mapped."""
     for nimg in range(1, 17):
