@@ -216,14 +216,14 @@ class Block(nn.Module):
         scale = 1 + self.emb_linear(emb)                                       # B out
         y = F.silu(y * scale[:, :, None, None].to(y.dtype))                    # mp_silu
         y = self.conv_res1(F.dropout(y, config.dropout, self.training))
-        x = torch.add(y, main, alpha=self.w_main)                              # mp_sum(main, y)
+        x = y.add_(main, alpha=self.w_main)                                    # mp_sum(main, y)
         if self.num_heads:  # cosine attention, whose logits cannot grow; reordered are its filters, not x
             w = rearrange(self.attn_qkv.filters(x.dtype), "(h d n) ... -> (n h d) ...", n=3, h=self.num_heads)
             qkv = F.conv2d(x, w).flatten(2).mT.contiguous()                    # B L 3C
             qkv = rearrange(qkv, "B L (n h d) -> n B h L d", n=3, h=self.num_heads)
             y = F.scaled_dot_product_attention(*normalize(qkv, dim=-1).unbind())                  # B h L d
             y = self.attn_proj(rearrange(y, "B h (H W) d -> B (h d) H W", H=x.shape[2]))
-            x = torch.add(y, x, alpha=self.w_x)                                # mp_sum(x, y)
+            x = y.add_(x, alpha=self.w_x)                                      # mp_sum(x, y)
         clip = config.clip_act
         return x if clip is None else F.hardtanh_(x, -clip, clip)  # a clamp_ whose gradient needs no copy
 
