@@ -156,12 +156,12 @@ class _EMA:
         self.t = t
 
     def weights(self, length: float) -> dict[str, Tensor]:
-        """State dict of the average of this length; buffers are the network's own. Shares memory."""
+        """State dict of the average of this length, copies; buffers are the network's own."""
         if length not in self.lengths:
             raise ValueError(f"no average of length {length} is tracked: only {list(self.lengths)}")
         average = dict(zip(self.params, self.averages[self.lengths.index(length)], strict=True))
         names = self.net.named_parameters(remove_duplicate=False)  # tied weights have several
-        return self.net.state_dict() | {name: average[p] for name, p in names}
+        return self.net.state_dict() | {name: average[p].clone() for name, p in names}
 
     def state_dict(self) -> dict:
         return {"t": self.t, "lengths": list(self.lengths), "averages": self.averages}

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from edm2_mp_unet.model import (
     PRESETS,
+    Block,
     Denoiser,
     EDM2Config,
     MPConv,
@@ -228,6 +229,23 @@ def test_pixel_norm_and_resampling():
     flat = resample(torch.ones(1, 2, 8, 8), (1, 3, 3, 1), "up")
     assert flat.shape == (1, 2, 16, 16)
     torch.testing.assert_close(flat[:, :, 2:-2, 2:-2], torch.ones(1, 2, 12, 12))
+
+
+def test_a_block_clips_what_it_gives():
+    """Values at the bounds keep no gradient, others the gradient of no clipping."""
+    torch.manual_seed(0)
+    x, emb, direction = torch.randn(2, 8, 4, 4), torch.randn(2, 16), torch.randn(2, 12, 4, 4)
+    free = Block(replace(TINY, clip_act=None), 16, "enc", 8, 12)
+    clipped = Block(replace(TINY, clip_act=0.5), 16, "enc", 8, 12)
+    clipped.load_state_dict(free.state_dict())
+    out = free(x, emb)
+    inside = (out.abs() < 0.5).float()
+    assert 0.2 < inside.mean() < 0.8
+    torch.testing.assert_close(clipped(x, emb), out.clip(-0.5, 0.5), rtol=0, atol=0)
+    (direction * inside * out).sum().backward()
+    (direction * clipped(x, emb)).sum().backward()
+    for p, q in zip(free.parameters(), clipped.parameters(), strict=True):
+        torch.testing.assert_close(q.grad, p.grad)
 
 
 # Magnitudes -------------------------------------------------------------------------------------------------
