@@ -217,7 +217,11 @@ def mapped_blocks(path: Path) -> list[Tensor]:
     sizes = [dtype.itemsize * numel(block) for dtype, block in zip(dtypes, found, strict=True)]
     whole = torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)
     parts = whole[len(whole) - sum(sizes) :].split(sizes)  # tensors end the file
-    return [part.view(dtype) for part, dtype in zip(parts, dtypes, strict=True)]
+    flat = []
+    for part, dtype in zip(parts, dtypes, strict=True):
+        aligned = part.storage_offset() % dtype.itemsize == 0  # as in our own files
+        flat.append((part if aligned else part.clone()).view(dtype))
+    return flat
 
 
 def unpacked(block: Layout, values: Tensor) -> dict[str, Tensor]:

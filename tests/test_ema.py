@@ -287,7 +287,7 @@ def test_tensors_of_all_kinds_eq_127(shapes):
         weights, response = ema.weights(sigma_rel), power_function_response(4, sigma_rel)
         for name, path in zip(dict(net.named_parameters()), paths, strict=True):
             assert weights[name].dtype == (torch.float64 if name == "double_weight" else torch.float32)
-            assert weights[name].untyped_storage().nbytes() == weights[name].nbytes  # what `torch.save` writes
+            assert weights[name].untyped_storage().nbytes() == weights[name].nbytes  # `torch.save` writes it
             error = abs(weights[name].double().numpy() - np.tensordot(response, path, 1)).max()
             assert error < (1e-12 if name == "double_weight" else 1e-6)
 

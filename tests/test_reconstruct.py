@@ -202,6 +202,19 @@ def test_each_file_is_read_once(tmp_path, monkeypatch):
             torch.testing.assert_close(others[name], value, rtol=1e-4, atol=1e-4)
 
 
+def test_files_whose_data_begin_anywhere(tmp_path):
+    """The format lets a header be of any length, ours are multiples of 8 bytes."""
+    train(tmp_path, precision="float16")
+    [(expected, _)] = reconstruct(tmp_path, [0.07])
+    for path in tmp_path.iterdir():
+        data = path.read_bytes()
+        end = 8 + int.from_bytes(data[:8], "little")
+        path.write_bytes((end - 7).to_bytes(8, "little") + data[8:end] + b" " + data[end:])
+    [(tensors, _)] = reconstruct(tmp_path, [0.07])
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(tensors[name], value) for name, value in expected.items())
+
+
 MEASURE = """
 import re, sys
 from pathlib import Path
