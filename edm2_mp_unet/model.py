@@ -225,7 +225,7 @@ class Block(nn.Module):
             y = self.attn_proj(rearrange(y, "B h (H W) d -> B (h d) H W", H=x.shape[2]))
             x = y.add_(x, alpha=self.w_x)                                      # mp_sum(x, y)
         clip = config.clip_act
-        return x if clip is None else F.hardtanh_(x, -clip, clip)  # a clamp_ whose gradient needs no copy
+        return x if clip is None else F.hardtanh_(x, -clip, clip)  # clamp_, but no copy for its gradient
 
 
 class UNet(nn.Module):

@@ -144,12 +144,14 @@ def train(config: TrainConfig) -> None:
     del recipe["run"]
     with Run(config.run, recipe) as run:
         torch.manual_seed(config.seed)
-        net = Denoiser(config.net).to(run.device, memory_format=torch.channels_last)  # steps are faster so
+        net = Denoiser(config.net).to(run.device, memory_format=torch.channels_last)  # faster
         averaged = copy.deepcopy(net).eval().requires_grad_(False)
         optimizer = torch.optim.Adam(net.parameters(), config.lr, config.betas, fused=True)
         ema = PowerFunctionEMA(net, config.sigma_rels)
         parts = dict(net=net, optimizer=optimizer, ema=ema)
         run.resume(**parts)
+        for p, state in optimizer.state.items():  # fused Adam takes memory as it lies: as p's, it must be
+            state |= {key: torch.empty_like(p).copy_(v) for key, v in state.items() if v.ndim == p.ndim == 4}
 
         D, objective = run.compile(net), edm_loss if config.objective == "edm" else uncertainty_loss
         header = {

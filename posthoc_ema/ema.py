@@ -131,7 +131,8 @@ class _EMA:
         # The M averages of a parameter are one tensor, updated in one call. Those of a large one lie row
         # beside row, so that each row of weights is read from memory once for all of them.
         M, self.stacks, self.rests = len(self.lengths), [], []
-        dims = [int(p.ndim > 1 and p.numel() >= LARGE) for p in self.params]  # where the M stand
+        large = [p.numel() >= LARGE and p.ndim > 1 and p[0].numel() >= 64 for p in self.params]
+        dims = [int(is_large) for is_large in large]  # where the M stand
         self.large = [i for i, dim in enumerate(dims) if dim]
         self.rest = {(p.dtype, p.device): p.new_empty(M) for p in self.params}  # 1 - beta
         for p, dim in zip(self.params, dims, strict=True):
@@ -148,7 +149,7 @@ class _EMA:
             raise ValueError(f"EMA update at time {t}, but the last was at {self.t}")
         rest = 1 - torch.tensor(self.betas(t, t - self.t), dtype=torch.float64)
         for own in self.rest.values():
-            own.copy_(rest)
+            own.copy_(rest, non_blocking=True)
         params = self.params.copy()
         for i in self.large:
             params[i] = params[i].unsqueeze(1)
@@ -156,7 +157,7 @@ class _EMA:
         self.t = t
 
     def weights(self, length: float) -> dict[str, Tensor]:
-        """State dict of the average of this length, copies; buffers are the network's own."""
+        """State dict of the average of this length: copies of it; buffers are the network's own."""
         if length not in self.lengths:
             raise ValueError(f"no average of length {length} is tracked: only {list(self.lengths)}")
         average = dict(zip(self.params, self.averages[self.lengths.index(length)], strict=True))

@@ -49,13 +49,14 @@ from posthoc_ema.snapshots import (
 from shared.check import require
 from shared.run import cli
 
+Tensors = Sequence[Tensor]
 FILES = 4  # that are read at a time
 CHUNK = 1 << 20  # sums, of up to eight lengths, made at a time: they stay in the cache from file to file
 
 
 def unchanged(files: Sequence[dict[str, Tensor]], dtype: torch.dtype) -> dict[str, Tensor]:
-    """What is no average in the target's own files: those of different lengths differ, but a buffer or a
-    counter is the same in all."""
+    """What is no average in the target's own files: all but floating-point numbers, and what is the same in
+    all of them, as a buffer is, while averages of different lengths differ."""
     copies = {}
     for name, value in files[0].items():
         same = len(files) > 1 and all(torch.equal(tensors[name], value) for tensors in files[1:])
@@ -64,15 +65,16 @@ def unchanged(files: Sequence[dict[str, Tensor]], dtype: torch.dtype) -> dict[st
     return copies
 
 
-def add(sums: Sequence[Tensor], files: Sequence[Sequence[Tensor]], x: NDArray[np.float64]) -> None:
-    """To each of `sums` (M, L) add tensors (L,) of n files, of any precision, with coefficients x (n, M)."""
+def add(sums: Sequence[Tensors], files: Sequence[Tensors], x: np.ndarray, dtype: torch.dtype) -> None:
+    """To M `sums` (L,) of each tensor add that of n files, of any precision, with coefficients x (n, M)."""
     size = CHUNK // max(1, min(x.shape[1], 8))
-    for total, *values in zip(sums, *files, strict=True):
-        room = total.new_empty(min(size, total.shape[1]))  # for all chunks: new memory costs more than sums
-        for k in range(0, total.shape[1], size):
-            parts = total[:, k : k + size].unbind()
+    for totals, *tensors in zip(sums, *files, strict=True):
+        values, L = [tensor.flatten() for tensor in tensors], tensors[0].numel()
+        room = torch.empty(min(size, L), dtype=dtype)  # for all chunks: new memory costs more than sums
+        for k in range(0, L, size):
+            parts = [total[k : k + size] for total in totals]
             for value, coefficients in zip(values, x.tolist(), strict=True):
-                chunk = room[: total.shape[1] - k].copy_(value[k : k + size])
+                chunk = room[: L - k].copy_(value[k : k + size])
                 for part, coefficient in zip(parts, coefficients, strict=True):  # whose bits no other changes
                     part.add_(chunk, alpha=coefficient)
 
@@ -81,32 +83,33 @@ def add(sums: Sequence[Tensor], files: Sequence[Sequence[Tensor]], x: NDArray[np
 def weighted_sums(
     snapshots: Sequence[Snapshot], x: NDArray[np.float64], dtype: torch.dtype = torch.float32
 ) -> list[dict[str, Tensor]]:
-    """M state dicts: sums of N snapshots, which end with the target's own, with coefficients x (N, M)."""
+    """M state dicts: sums of N snapshots, which end with the target's own, with coefficients x (N, M). The
+    tensors of one may share memory."""
     own = {s.path: mapped(s.path) for s in snapshots if s.nimg == snapshots[-1].nimg}
     copies, kinds = unchanged(list(own.values()), dtype), layout_of(own[snapshots[-1].path])
     order, files = list(kinds.items()), [s.path for s in snapshots]
     alike = all(path.suffix == ".safetensors" and list(layout(path).items()) == order for path in files)
     parts = blocks(kinds) if alike else [{name: kind} for name, kind in order]  # what is read as one tensor
-    sums = [torch.zeros(x.shape[1], numel(part), dtype=dtype) for part in parts]
+    sums = [[torch.zeros(numel(part), dtype=dtype) for _ in x.T] for part in parts]
 
-    def read(path: Path) -> list[Tensor]:  # (L,) of each part
+    def read(path: Path) -> list[Tensor]:  # of each part
         tensors = own.pop(path, None)
         if alike:
-            return mapped_blocks(path)
+            return mapped_blocks(path, parts)
         tensors = tensors or mapped(path)
-        return [tensors[name].flatten() for name in kinds]
+        return [tensors[name] for name in kinds]
 
     with tqdm(total=len(snapshots), unit="snapshot", disable=None) as bar:
         for end in range(len(snapshots), 0, -FILES):
             some = slice(max(0, end - FILES), end)
-            add(sums, [read(path) for path in files[some]], x[some])
+            add(sums, [read(path) for path in files[some]], x[some], dtype)
             bar.update(end - some.start)  # and unmapped before the next are read
 
     outputs = []
     for m in range(x.shape[1]):
         tensors = {}
-        for part, total in zip(parts, sums, strict=True):
-            tensors |= unpacked(part, total[m])
+        for part, totals in zip(parts, sums, strict=True):
+            tensors |= unpacked(part, totals[m])
         outputs.append(tensors | {name: value.clone() for name, value in copies.items()})
     return outputs
 

@@ -188,7 +188,7 @@ def layout_of(tensors: dict[str, Tensor]) -> Layout:
 
 
 def layout(path: Path) -> Layout:
-    """What `mapped` gives, in the order of the file: read in a tenth of the time. ValueError likewise."""
+    """Types and shapes of what `mapped` gives, in the order of the file. ValueError likewise."""
     if path.suffix != ".safetensors":
         return layout_of(mapped(path))
     try:
@@ -210,11 +210,10 @@ def blocks(tensors: Layout) -> list[Layout]:
     return [dict(block) for _, block in groupby(tensors.items(), lambda item: item[1][0])]
 
 
-def mapped_blocks(path: Path) -> list[Tensor]:
-    """A safetensors file's tensors, memory-mapped, each block as one, (L,). ValueError as `mapped`."""
-    found = blocks(layout(path))
-    dtypes = [next(iter(block.values()))[0] for block in found]
-    sizes = [dtype.itemsize * numel(block) for dtype, block in zip(dtypes, found, strict=True)]
+def mapped_blocks(path: Path, blocks: Sequence[Layout]) -> list[Tensor]:
+    """A safetensors file of these blocks, memory-mapped: each as one tensor, (L,)."""
+    dtypes = [next(iter(block.values()))[0] for block in blocks]
+    sizes = [dtype.itemsize * numel(block) for dtype, block in zip(dtypes, blocks, strict=True)]
     whole = torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)
     parts = whole[len(whole) - sum(sizes) :].split(sizes)  # tensors end the file
     flat = []

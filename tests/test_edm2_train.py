@@ -118,6 +118,22 @@ def test_resuming_and_sampling(tmp_path, quick):
         assert file["arr_0"].shape == (5, 8, 8, 1) and file["arr_1"].tolist() == [3, 1, 3, 1, 3]
 
 
+def test_resuming_from_another_memory_format(tmp_path, quick):
+    """Adam's moments are moved to that of the weights, which its fused steps presume."""
+    train(tiny(tmp_path / "whole"))
+    train(tiny(tmp_path / "halves", duration=96))
+    path = tmp_path / "halves" / "checkpoint.pt"
+    state = torch.load(path, weights_only=True)
+    for moments in state["optimizer"]["state"].values():
+        moments |= {name: value.contiguous() for name, value in moments.items()}
+    torch.save(state, path)
+    train(tiny(tmp_path / "halves"))
+    whole, halves = (
+        torch.load(tmp_path / name / "checkpoint.pt", weights_only=True) for name in ("whole", "halves")
+    )
+    assert all(torch.equal(weight, halves["net"][key]) for key, weight in whole["net"].items())
+
+
 @pytest.mark.parametrize("changes", [
     dict(objective="edm"), dict(precision="bfloat16"), dict(precision="float16", loss_scale=100.0),
     dict(net=replace(NET, num_classes=0), label_dropout=0.0), dict(accumulate=4),

@@ -183,7 +183,7 @@ def test_each_file_is_read_once(tmp_path, monkeypatch):
 
     def watch(name):
         function = getattr(posthoc_ema.snapshots, name)
-        watched = lambda path: read[name].append(path) or function(path)
+        watched = lambda path, *parts: read[name].append(path) or function(path, *parts)
         monkeypatch.setattr(posthoc_ema.reconstruct, name, watched)
 
     watch("mapped")
@@ -200,6 +200,26 @@ def test_each_file_is_read_once(tmp_path, monkeypatch):
         assert tensors.keys() == others.keys()
         for name, value in tensors.items():  # of which bfloat16 rounds the earliest, least share
             torch.testing.assert_close(others[name], value, rtol=1e-4, atol=1e-4)
+
+
+def test_sums_in_chunks(tmp_path, monkeypatch):
+    """Wherever chunks end, and however many lengths there are: no bit differs."""
+    train(tmp_path)
+    lengths = [0.02, 0.05, 0.07, 0.12, 0.15, 0.2]
+    expected = reconstruct(tmp_path, lengths)
+    for chunk in (24, 30, 1 << 20):
+        monkeypatch.setattr(posthoc_ema.reconstruct, "CHUNK", chunk)
+        outputs = [reconstruct(tmp_path, [length])[0] for length in lengths], reconstruct(tmp_path, lengths)
+        for found in outputs:
+            for (tensors, _), (others, _) in zip(found, expected, strict=True):
+                assert all(torch.equal(tensors[name], value) for name, value in others.items())
+
+
+def test_one_length_holds_no_other(tmp_path):
+    train(tmp_path)
+    [(weights, _), *_] = reconstruct(tmp_path, [0.02, 0.07, 0.2])
+    size = sum(value.nbytes for value in weights.values())
+    assert max(value.untyped_storage().nbytes() for value in weights.values()) <= size
 
 
 def test_files_whose_data_begin_anywhere(tmp_path):
@@ -236,7 +256,7 @@ def test_a_layout_is_that_of_the_tensors(tmp_path):
     }  # fmt: skip
     save_file(weights, file := tmp_path / "1-0.050.safetensors")
     torch.save(weights, pt := tmp_path / "1-0.050.pt")
-    found = mapped_blocks(file)
+    found = mapped_blocks(file, blocks(layout(file)))
     assert sum(len(block) for block in found) == 6 + 4 + 2 + 1 + 1
     tensors = {}
     for block, values in zip(blocks(layout(file)), found, strict=True):
