@@ -5,7 +5,7 @@ the CPU: per-tensor `lerp_`; and unpickling each float16 snapshot, widening it a
 tensor by tensor. Ratios above 1 are in favour of this repository; medians, with quartiles.
 
 Beside an update stands what it would take if all weights were one tensor, and the bound of a single pass over
-memory for both averages: it would read the weights once, and so move 5 arrays in place of 6.
+memory for both averages: it reads the weights once, and so moves 5 arrays in place of 6.
 
     python benchmarks/ema.py
 """
