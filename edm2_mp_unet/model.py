@@ -21,6 +21,7 @@ the first layer, where the released code has each layer do it in its turn; label
     python edm2_mp_unet/model.py        # shapes and parameter counts of all presets
 """
 
+import math
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
@@ -29,6 +30,7 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 from torch.utils.checkpoint import checkpoint
 
 from shared.check import require
@@ -88,10 +90,10 @@ PRESETS: dict[str, EDM2Config] = {
 
 
 # Unit magnitude along some dimensions: of each pixel's channels (pixel norm), of each filter's weights.
-def normalize(x: Tensor, dim: int | tuple[int, ...]) -> Tensor:
+def normalize(x: Tensor, *dim: int) -> Tensor:
     """x over its root mean square along `dim`, which is taken in float32. Same shape."""
     norm = torch.linalg.vector_norm(x, dim=dim, keepdim=True, dtype=torch.float32)
-    return x * (1 / (1e-4 + norm * (norm.numel() / x.numel()) ** 0.5)).to(x.dtype)
+    return x * (1e-4 + norm / math.prod([x.shape[d] for d in dim]) ** 0.5).reciprocal().to(x.dtype)
 
 
 # Magnitude-preserving SiLU, Eq. 81. Where a convolution follows, the constant stands in its filters.
@@ -125,12 +127,33 @@ def mp_cat(a: Tensor, b: Tensor, t: float, kappa: Tensor | float = 1.0) -> Tenso
 # Resampling by a factor of 2 with a separable filter, Figure 21: (1, 1) averages pixels, and repeats them.
 def resample(x: Tensor, taps: tuple[float, ...], mode: Literal["down", "up"]) -> Tensor:
     """(B, C, H, W) -> (B, C, H/2, W/2) or (B, C, 2H, 2W)."""
-    if len(taps) == 2 and taps[0] == taps[1]:  # the same without a convolution
-        return F.avg_pool2d(x, 2) if mode == "down" else F.interpolate(x, scale_factor=2)
+    if len(taps) == 2 and taps[0] == taps[1]:  # the same without a convolution: averages, also of one pixel
+        H, W = x.shape[2:]
+        return F.avg_pool2d(x, 2) if mode == "down" else F.adaptive_avg_pool2d(x, (2 * H, 2 * W))
     f = x.new_tensor(taps) / sum(taps)
     kernel = torch.outer(f, f).expand(x.shape[1], 1, -1, -1)
     options = dict(stride=2, padding=(len(taps) - 1) // 2, groups=x.shape[1])
     return F.conv2d(x, kernel, **options) if mode == "down" else F.conv_transpose2d(x, 4 * kernel, **options)
+
+
+# Clipping, whose gradient is made of what it returns, which is kept anyway. Of compiled clamping, autograd
+# keeps a mask of what was inside, and a CPU is slow to write one.
+class Clip(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, bound: float) -> Tensor:
+        y, ctx.bound = x.clamp(-bound, bound), bound
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
+        (y,) = ctx.saved_tensors
+        return grad * (ctx.bound - y.abs()).sign(), None  # 1 inside, 0 at the bounds
+
+
+def clip(x: Tensor, bound: float) -> Tensor:
+    """x, written over with the nearer bound where it is not between -bound and bound; no gradient there."""
+    return Clip.apply(x, bound) if torch.compiler.is_compiling() else F.hardtanh_(x, -bound, bound)
 
 
 # Magnitude-preserving Fourier features, Eq. 75.
@@ -211,7 +234,7 @@ class Block(nn.Module):
         x = x if self.mode == "keep" else resample(x, config.resample_filter, self.mode)  # B in H' W'
         main = x if self.conv_skip is None else self.conv_skip(x)              # B out H' W'
         if self.flavor == "enc":  # here magnitudes are set; everywhere else they are preserved
-            x = main = normalize(main, dim=1)
+            x = main = normalize(main, 1)
         y = self.conv_res0(F.silu(x))                                          # of mp_silu(x)
         scale = 1 + self.emb_linear(emb)                                       # B out
         y = F.silu(y * scale[:, :, None, None].to(y.dtype))                    # mp_silu
@@ -221,11 +244,10 @@ class Block(nn.Module):
             w = rearrange(self.attn_qkv.filters(x.dtype), "(h d n) ... -> (n h d) ...", n=3, h=self.num_heads)
             qkv = F.conv2d(x, w).flatten(2).mT.contiguous()                    # B L 3C
             qkv = rearrange(qkv, "B L (n h d) -> n B h L d", n=3, h=self.num_heads)
-            y = F.scaled_dot_product_attention(*normalize(qkv, dim=-1).unbind())                  # B h L d
+            y = F.scaled_dot_product_attention(*normalize(qkv, -1).unbind())                      # B h L d
             y = self.attn_proj(rearrange(y, "B h (H W) d -> B (h d) H W", H=x.shape[2]))
             x = y.add_(x, alpha=self.w_x)                                      # mp_sum(x, y)
-        clip = config.clip_act
-        return x if clip is None else F.hardtanh_(x, -clip, clip)  # clamp_, but no copy for its gradient
+        return x if config.clip_act is None else clip(x, config.clip_act)
 
 
 class UNet(nn.Module):
@@ -308,12 +330,12 @@ class Denoiser(nn.Module):
                 low, high = labels.min().item(), labels.max().item()
                 require(low >= 0 and high < K, f"labels {low}..{high} not in 0..{K - 1}")
 
+    @torch.no_grad()
     def normalize_weights(self) -> None:
         """Forced weight normalization, Eq. 66: else weights grow, and updates of one size turn them less."""
         for layer in self.modules():
             if isinstance(layer, MPConv):
-                w = layer.weight.data  # unseen by autograd, which may have saved it in an earlier pass
-                w.copy_(normalize(w, layer.dims))
+                layer.weight.copy_(normalize(layer.weight, *layer.dims))
 
     def forward(
         self, x: Tensor, sigma: Tensor, labels: Tensor | None = None, return_logvar: bool = False

@@ -31,10 +31,10 @@ from shared.long_skip_tinygrad import LongSkipScaling
 
 
 # Unit magnitude along some dimensions: of each pixel's channels (pixel norm), of each filter's weights.
-def normalize(x: Tensor, dim: int | tuple[int, ...]) -> Tensor:
+def normalize(x: Tensor, *dim: int) -> Tensor:
     """x over its root mean square along `dim`, which is taken in float32. Same shape."""
     norm = x.float().square().sum(dim, keepdim=True).sqrt()
-    return x * (1 / (1e-4 + norm * (norm.numel() / x.numel()) ** 0.5)).cast(x.dtype)
+    return x * (1e-4 + norm / math.prod([x.shape[d] for d in dim]) ** 0.5).reciprocal().cast(x.dtype)
 
 
 # Magnitude-preserving SiLU, Eq. 81. Where a convolution follows, the constant stands in its filters.
@@ -74,6 +74,11 @@ def resample(x: Tensor, taps: tuple[float, ...], mode: Literal["down", "up"]) ->
     kernel = (f[:, None] * f).expand(x.shape[1], 1, -1, -1)
     options = dict(stride=2, padding=(len(taps) - 1) // 2, groups=x.shape[1])
     return x.conv2d(kernel, **options) if mode == "down" else x.conv_transpose2d(4 * kernel, **options)
+
+
+def clip(x: Tensor, bound: float) -> Tensor:
+    """x where it is between -bound and bound; else the nearer bound."""
+    return x.clip(-bound, bound)
 
 
 # Magnitude-preserving Fourier features, Eq. 75.
@@ -140,7 +145,7 @@ class Block:
         x = x if self.mode == "keep" else resample(x, config.resample_filter, self.mode)  # B in H' W'
         main = x if self.conv_skip is None else self.conv_skip(x)              # B out H' W'
         if self.flavor == "enc":  # here magnitudes are set; everywhere else they are preserved
-            x = main = normalize(main, dim=1)
+            x = main = normalize(main, 1)
         y = self.conv_res0(x.silu())                                           # of mp_silu(x)
         scale = 1 + self.emb_linear(emb)                                       # B out
         y = (y * scale[:, :, None, None].cast(y.dtype)).silu()                 # mp_silu
@@ -148,12 +153,11 @@ class Block:
         x = y + self.w_main * main                                             # mp_sum(main, y)
         if self.num_heads:  # cosine attention, whose logits cannot grow
             qkv = rearrange(self.attn_qkv(x), "B (h d n) H W -> n B h (H W) d", n=3, h=self.num_heads)
-            q, k, v = normalize(qkv, dim=-1)
+            q, k, v = normalize(qkv, -1)
             y = q.scaled_dot_product_attention(k, v)                           # B h L d
             y = self.attn_proj(rearrange(y, "B h (H W) d -> B (h d) H W", H=x.shape[2]))
             x = y + self.w_x * x                                               # mp_sum(x, y)
-        clip = config.clip_act
-        return x if clip is None else x.clip(-clip, clip)
+        return x if config.clip_act is None else clip(x, config.clip_act)
 
 
 class UNet:
@@ -236,7 +240,7 @@ class Denoiser:
     def normalize_weights(self) -> None:
         """Forced weight normalization, Eq. 66: else weights grow, and updates of one size turn them less."""
         layers = get_state_dict(self, tensor_type=MPConv).values()
-        Tensor.realize(*(layer.weight.assign(normalize(layer.weight, layer.dims)) for layer in layers))
+        Tensor.realize(*(layer.weight.assign(normalize(layer.weight, *layer.dims)) for layer in layers))
 
     def __call__(
         self, x: Tensor, sigma: Tensor, labels: Tensor | None = None, return_logvar: bool = False

@@ -135,10 +135,12 @@ class _EMA:
         dims = [int(is_large) for is_large in large]  # where the M stand
         self.large = [i for i, dim in enumerate(dims) if dim]
         self.rest = {(p.dtype, p.device): p.new_empty(M) for p in self.params}  # 1 - beta
+        views = {}  # of it; few, shared by parameters of one kind, because they are in the cache
         for p, dim in zip(self.params, dims, strict=True):
             shape = *p.shape[:dim], M, *p.shape[dim:]
             self.stacks.append(p.detach().unsqueeze(dim).expand(shape).clone())
-            self.rests.append(self.rest[p.dtype, p.device].view(M, *[1] * (p.ndim - dim)))
+            ones, kind = [1] * (p.ndim - dim), (p.dtype, p.device)
+            self.rests.append(views.setdefault((kind, len(ones)), self.rest[kind].view(M, *ones)))
         parts = [stack.unbind(dim) for stack, dim in zip(self.stacks, dims, strict=True)]
         self.averages = [[part[m] for part in parts] for m in range(M)]
 

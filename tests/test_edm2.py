@@ -15,10 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 from edm2_mp_unet.model import (
     PRESETS,
     Block,
+    Clip,
     Denoiser,
     EDM2Config,
     MPConv,
     MPFourier,
+    clip,
     mp_cat,
     mp_silu,
     mp_sum,
@@ -219,7 +221,7 @@ def test_cat_with_kappa():
 def test_pixel_norm_and_resampling():
     x = torch.randn(2, 6, 4, 4)
     expected = x.numpy() / (1e-4 + np.sqrt((x.numpy() ** 2).mean(1, keepdims=True)))
-    np.testing.assert_allclose(normalize(x, dim=1).numpy(), expected, rtol=1e-5)
+    np.testing.assert_allclose(normalize(x, 1).numpy(), expected, rtol=1e-5)
     halved = x.numpy().reshape(2, 6, 2, 2, 2, 2).mean((3, 5))
     np.testing.assert_allclose(resample(x, (1, 1), "down").numpy(), halved, rtol=1e-5, atol=1e-6)
     assert torch.equal(resample(x, (3, 3), "up"), x.repeat_interleave(2, 2).repeat_interleave(2, 3))
@@ -246,6 +248,16 @@ def test_a_block_clips_what_it_gives():
     (direction * clipped(x, emb)).sum().backward()
     for p, q in zip(free.parameters(), clipped.parameters(), strict=True):
         torch.testing.assert_close(q.grad, p.grad)
+
+
+@pytest.mark.parametrize("clipped", [clip, Clip.apply])
+def test_clipping(clipped):
+    """The compiled way too; at the bounds there is no gradient, and infinity is a bound."""
+    x = torch.tensor([-torch.inf, -2.5, -2, -1.9, 0, 1, 2, torch.inf], requires_grad=True)
+    out = clipped(1 * x, 2.0)
+    assert out.tolist() == pytest.approx([-2, -2, -2, -1.9, 0, 1, 2, 2], rel=1e-6)
+    out.backward(torch.arange(1.0, 9))
+    assert x.grad.tolist() == [0, 0, 0, 4, 5, 6, 0, 0]
 
 
 # Magnitudes -------------------------------------------------------------------------------------------------
@@ -432,9 +444,10 @@ def test_compiled_evaluation_is_one_graph():
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_compiled_training_is_one_graph(checkpointing):
-    """Forced normalization is in the graph: weights and gradients are those of the network as it is."""
+    """Forced normalization is in the graph, clipping has another gradient: weights and gradients are those of
+    the network as it is."""
     torch._dynamo.reset()
-    config = replace(TINY, channel_mult=(1,), dropout=0.0, long_skip=LongSkipConfig("learnable"))
+    config = replace(TINY, channel_mult=(1,), dropout=0.0, clip_act=1, long_skip=LongSkipConfig("learnable"))
     net = awake(replace(config, checkpointing=checkpointing)).train()
     plain = awake(config).train()
     compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
