@@ -6,8 +6,8 @@ tensor by tensor. Ratios above 1 are in favour of this repository; medians, with
 
 Beside an update stands how many times as fast it would be if all weights were one tensor, and in a single
 pass over memory for both averages, which reads the weights once and so moves 5 arrays in place of 6.
-Parameters are apart in memory, though, and take a call each: the last number is what additions in the place
-of our calls would give, which read and write as much.
+Parameters are apart in memory, though, and take a call each: the last number is what `add_` in the place of
+our `lerp_`, reading and writing as much, would give.
 
     python benchmarks/ema.py
 """
@@ -97,8 +97,8 @@ def compare_updates(name: str, net: nn.Module, rounds: int) -> None:
     def add(t: float) -> None:
         torch._foreach_add_(ema.stacks, params, alpha=1 / t)
 
-    later = range(rounds + 2, 2 * rounds + 3)  # apart from ours, so that all find as much of the cache
-    loop, one, added = time_in_turns(later, released.update, update_one_tensor, add)
+    later = range(rounds + 2, 2 * rounds + 3)  # apart from ours, to leave the cache as it was
+    loop, added, one = time_in_turns(later, released.update, add, update_one_tensor)
     as_one, of_additions = (np.median(loop / seconds) for seconds in (one, added))
     print(f"as one tensor {as_one:.2f} times as fast, in one pass {as_one * 6 / 5:.2f}, by an addition each "
           f"{of_additions:.2f}", flush=True)

@@ -90,10 +90,10 @@ PRESETS: dict[str, EDM2Config] = {
 
 
 # Unit magnitude along some dimensions: of each pixel's channels (pixel norm), of each filter's weights.
-def normalize(x: Tensor, *dim: int) -> Tensor:
-    """x over its root mean square along `dim`, which is taken in float32. Same shape."""
-    norm = torch.linalg.vector_norm(x, dim=dim, keepdim=True, dtype=torch.float32)
-    return x * (1e-4 + norm / math.prod([x.shape[d] for d in dim]) ** 0.5).reciprocal().to(x.dtype)
+def normalize(x: Tensor, *dims: int) -> Tensor:
+    """x over its root mean square along `dims`, which is taken in float32. Same shape."""
+    norm = torch.linalg.vector_norm(x, dim=dims, keepdim=True, dtype=torch.float32)
+    return x * (1e-4 + norm / math.prod([x.shape[d] for d in dims]) ** 0.5).reciprocal().to(x.dtype)
 
 
 # Magnitude-preserving SiLU, Eq. 81. Where a convolution follows, the constant stands in its filters.
@@ -127,17 +127,16 @@ def mp_cat(a: Tensor, b: Tensor, t: float, kappa: Tensor | float = 1.0) -> Tenso
 # Resampling by a factor of 2 with a separable filter, Figure 21: (1, 1) averages pixels, and repeats them.
 def resample(x: Tensor, taps: tuple[float, ...], mode: Literal["down", "up"]) -> Tensor:
     """(B, C, H, W) -> (B, C, H/2, W/2) or (B, C, 2H, 2W)."""
-    if len(taps) == 2 and taps[0] == taps[1]:  # the same without a convolution: averages, also of one pixel
-        H, W = x.shape[2:]
-        return F.avg_pool2d(x, 2) if mode == "down" else F.adaptive_avg_pool2d(x, (2 * H, 2 * W))
+    if len(taps) == 2 and taps[0] == taps[1]:  # the same without a convolution
+        return F.avg_pool2d(x, 2) if mode == "down" else F.interpolate(x, scale_factor=2)
     f = x.new_tensor(taps) / sum(taps)
     kernel = torch.outer(f, f).expand(x.shape[1], 1, -1, -1)
     options = dict(stride=2, padding=(len(taps) - 1) // 2, groups=x.shape[1])
     return F.conv2d(x, kernel, **options) if mode == "down" else F.conv_transpose2d(x, 4 * kernel, **options)
 
 
-# Clipping, whose gradient is made of what it returns, which is kept anyway. Of compiled clamping, autograd
-# keeps a mask of what was inside, and a CPU is slow to write one.
+# Clipping whose backward pass looks at what came out, which is mostly kept anyway. Of a compiled clamp,
+# autograd stores a mask of what was inside, and a CPU is slow to write one.
 class Clip(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, bound: float) -> Tensor:
@@ -148,11 +147,11 @@ class Clip(torch.autograd.Function):
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
         (y,) = ctx.saved_tensors
-        return grad * (ctx.bound - y.abs()).sign(), None  # 1 inside, 0 at the bounds
+        return grad * (ctx.bound - y.abs()).sign().relu(), None  # 1 inside, 0 at bounds that may be rounded
 
 
 def clip(x: Tensor, bound: float) -> Tensor:
-    """x, written over with the nearer bound where it is not between -bound and bound; no gradient there."""
+    """x, but the nearer bound, without a gradient, where it is outside. May write over x."""
     return Clip.apply(x, bound) if torch.compiler.is_compiling() else F.hardtanh_(x, -bound, bound)
 
 

@@ -31,10 +31,10 @@ from shared.long_skip_tinygrad import LongSkipScaling
 
 
 # Unit magnitude along some dimensions: of each pixel's channels (pixel norm), of each filter's weights.
-def normalize(x: Tensor, *dim: int) -> Tensor:
-    """x over its root mean square along `dim`, which is taken in float32. Same shape."""
-    norm = x.float().square().sum(dim, keepdim=True).sqrt()
-    return x * (1e-4 + norm / math.prod([x.shape[d] for d in dim]) ** 0.5).reciprocal().cast(x.dtype)
+def normalize(x: Tensor, *dims: int) -> Tensor:
+    """x over its root mean square along `dims`, which is taken in float32. Same shape."""
+    norm = x.float().square().sum(dims, keepdim=True).sqrt()
+    return x * (1e-4 + norm / math.prod([x.shape[d] for d in dims]) ** 0.5).reciprocal().cast(x.dtype)
 
 
 # Magnitude-preserving SiLU, Eq. 81. Where a convolution follows, the constant stands in its filters.
@@ -77,7 +77,7 @@ def resample(x: Tensor, taps: tuple[float, ...], mode: Literal["down", "up"]) ->
 
 
 def clip(x: Tensor, bound: float) -> Tensor:
-    """x where it is between -bound and bound; else the nearer bound."""
+    """x, but the nearer bound where it is outside."""
     return x.clip(-bound, bound)
 
 

@@ -135,7 +135,7 @@ class _EMA:
         dims = [int(is_large) for is_large in large]  # where the M stand
         self.large = [i for i, dim in enumerate(dims) if dim]
         self.rest = {(p.dtype, p.device): p.new_empty(M) for p in self.params}  # 1 - beta
-        views = {}  # of it; few, shared by parameters of one kind, because they are in the cache
+        views = {}  # of `rest`: parameters alike share one, so that the few stay in the cache
         for p, dim in zip(self.params, dims, strict=True):
             shape = *p.shape[:dim], M, *p.shape[dim:]
             self.stacks.append(p.detach().unsqueeze(dim).expand(shape).clone())
