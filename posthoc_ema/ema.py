@@ -134,13 +134,13 @@ class _EMA:
         large = [p.numel() >= LARGE and p.ndim > 1 and p[0].numel() >= 64 for p in self.params]
         dims = [int(is_large) for is_large in large]  # where the M stand
         self.large = [i for i, dim in enumerate(dims) if dim]
-        self.rest = {(p.dtype, p.device): p.new_empty(M) for p in self.params}  # 1 - beta
-        views = {}  # of `rest`: parameters alike share one, so that the few stay in the cache
+        self.rest = {}  # 1 - beta; parameters alike share one tensor, so that the few stay in the cache
         for p, dim in zip(self.params, dims, strict=True):
             shape = *p.shape[:dim], M, *p.shape[dim:]
             self.stacks.append(p.detach().unsqueeze(dim).expand(shape).clone())
-            ones, kind = [1] * (p.ndim - dim), (p.dtype, p.device)
-            self.rests.append(views.setdefault((kind, len(ones)), self.rest[kind].view(M, *ones)))
+            ones = [1] * (p.ndim - dim)
+            kind = p.dtype, p.device, len(ones)
+            self.rests.append(self.rest.setdefault(kind, p.new_empty(M, *ones)))
         parts = [stack.unbind(dim) for stack, dim in zip(self.stacks, dims, strict=True)]
         self.averages = [[part[m] for part in parts] for m in range(M)]
 
@@ -151,7 +151,7 @@ class _EMA:
             raise ValueError(f"EMA update at time {t}, but the last was at {self.t}")
         rest = 1 - torch.tensor(self.betas(t, t - self.t), dtype=torch.float64)
         for own in self.rest.values():
-            own.copy_(rest, non_blocking=True)
+            own.copy_(rest.view(own.shape), non_blocking=True)
         params = self.params.copy()
         for i in self.large:
             params[i] = params[i].unsqueeze(1)
