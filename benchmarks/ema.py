@@ -4,16 +4,10 @@ Each is set beside what the released code of EDM2 (arXiv:2312.02696v2) does, in 
 the CPU: per-tensor `lerp_`; and unpickling each float16 snapshot, widening it and adding it to each output
 tensor by tensor. Ratios above 1 are in favour of this repository; medians, with quartiles.
 
-Beside an update stands how many times as fast it would be if all weights were one tensor, and in a single
-pass over memory for both averages, which reads the weights once and so moves 5 arrays in place of 6.
-Parameters are apart in memory, though, and take a call each: the last number is what `add_` in the place of
-our `lerp_`, reading and writing as much, would give.
-
     python benchmarks/ema.py
 """
 
 import pickle
-import re
 import tempfile
 import time
 from collections.abc import Callable
@@ -25,15 +19,16 @@ import numpy as np
 import torch
 from torch import nn
 
+from benchmarks.timing import TRACKED, LoopEMA, quartiles, resident, time_in_turns
 from edm2_mp_unet.model import Denoiser, EDM2Config
 from minimal_uvit.model import PRESETS, UViT
-from posthoc_ema.ema import PowerFunctionEMA, power_function_beta
+from posthoc_ema.ema import PowerFunctionEMA
 from posthoc_ema.plan import make_plan
 from posthoc_ema.reconstruct import weighted_sums
 from posthoc_ema.snapshots import save_snapshot, snapshot_path
 from shared.run import cli
 
-TRACKED, LENGTHS = (0.05, 0.10), ([0.15], np.linspace(0.03, 0.24, 8).tolist())
+LENGTHS = ([0.15], np.linspace(0.03, 0.24, 8).tolist())
 TENSORS = 160  # in a snapshot
 SMALL = EDM2Config(32, 3, 0, 64, (1, 2, 2), num_blocks=3, attn_resolutions=(16, 8), channels_per_head=64)
 
@@ -45,63 +40,17 @@ class Options:
     rounds: int = 9  # times that the two ways to reconstruct take turns; the update takes ten times as many
 
 
-def quartiles(ratios: np.ndarray) -> str:
-    low, middle, high = np.percentile(ratios, (25, 50, 75))
-    return f"{middle:.2f} ({low:.2f}..{high:.2f}) times as fast"
-
-
 # The tracker ------------------------------------------------------------------------------------------------
-
-
-class LoopEMA:
-    """The released way to track averages: each by itself, tensor by tensor."""
-
-    def __init__(self, net: nn.Module):
-        self.params, self.t = list(net.parameters()), 0
-        self.averages = {length: [p.detach().clone() for p in self.params] for length in TRACKED}
-
-    @torch.no_grad()
-    def update(self, t: float) -> None:
-        for sigma_rel, average in self.averages.items():
-            beta = float(power_function_beta(sigma_rel, t, t - self.t))
-            for p_ema, p in zip(average, self.params, strict=True):
-                p_ema.lerp_(p, 1 - beta)
-        self.t = t
-
-
-def time_in_turns(times: range, *updates: Callable[[float], None]) -> np.ndarray:
-    """Seconds (len(updates), len(times) - 1) of updates at these times, but for the first, which warms up."""
-    seconds = np.empty((len(updates), len(times)))
-    for k, t in enumerate(times):
-        for i, update in enumerate(updates):
-            start = time.perf_counter()
-            update(t)
-            seconds[i, k] = time.perf_counter() - start
-    return seconds[:, 1:]
 
 
 def compare_updates(name: str, net: nn.Module, rounds: int) -> None:
     count = sum(p.numel() for p in net.parameters())
-    released, ema = LoopEMA(net), PowerFunctionEMA(net, TRACKED)
-    loop, ours = time_in_turns(range(1, rounds + 2), released.update, ema.update)
+    ways = LoopEMA(net), PowerFunctionEMA(net, TRACKED)
+    steps = [lambda ema=ema: ema.update(ema.t + 1) for ema in ways]
+    loop, ours = time_in_turns(steps, rounds, torch.device("cpu"))
     in_loop, here = (f"{np.median(seconds) * 1e3:.1f} ms" for seconds in (loop, ours))
-    print(f"  {name}, {len(ema.params)} tensors, {count / 1e6:.1f} M: {in_loop} in a loop, {here}, "
-          f"{quartiles(loop / ours)}", end="; ", flush=True)
-    whole, averages = torch.zeros(count), [torch.zeros(count) for _ in TRACKED]
-    params = [p.detach().unsqueeze(1) if i in ema.large else p.detach() for i, p in enumerate(ema.params)]
-
-    def update_one_tensor(t: float) -> None:  # of as many weights
-        for average in averages:
-            average.lerp_(whole, 1 / t)
-
-    def add(t: float) -> None:
-        torch._foreach_add_(ema.stacks, params, alpha=1 / t)
-
-    later = range(rounds + 2, 2 * rounds + 3)  # apart from ours, to leave the cache as it was
-    loop, added, one = time_in_turns(later, released.update, add, update_one_tensor)
-    as_one, of_additions = (np.median(loop / seconds) for seconds in (one, added))
-    print(f"as one tensor {as_one:.2f} times as fast, in one pass {as_one * 6 / 5:.2f}, by an addition each "
-          f"{of_additions:.2f}", flush=True)
+    print(f"  {name}, {len(ways[0].params)} tensors, {count / 1e6:.1f} M: {in_loop} in a loop, {here}, "
+          f"{quartiles(loop / ours)} times as fast", flush=True)
 
 
 # Reconstruction ---------------------------------------------------------------------------------------------
@@ -133,11 +82,6 @@ def additions(options: Options, lengths: list[float]) -> float:
     return time.perf_counter() - start
 
 
-def resident(key: str) -> float:
-    """This process's resident memory in MB: `VmRSS` now, `VmHWM` at its peak. Mapped files count (Linux)."""
-    return int(re.search(rf"{key}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1.024e-3
-
-
 def measure(way: Callable[[Path, list[float]], None], *args: object) -> tuple[float, float]:
     """(seconds, peak memory over the start in MB), in a process of its own."""
     before, start = resident("VmRSS"), time.perf_counter()
@@ -167,8 +111,8 @@ def compare_reconstructions(options: Options, folder: Path, lengths: list[float]
     (released, more), (ours, less) = np.median(figures[1:], axis=0)  # the first fills the page cache
     ratios = np.array([pair[0][0] / pair[1][0] for pair in figures[1:]])
     print(f"  lengths: {len(lengths)}; {released:.1f} s, {more:.0f} MB to unpickle and add; {ours:.1f} s, "
-          f"{less:.0f} MB: {quartiles(ratios)}, {more / less:.1f} times less memory; the additions alone, "
-          f"in the cache, {np.median(least[1:]):.1f} s", flush=True)
+          f"{less:.0f} MB: {quartiles(ratios)} times as fast, {more / less:.1f} times less memory; the "
+          f"additions alone, in the cache, {np.median(least[1:]):.1f} s", flush=True)
 
 
 def main(options: Options) -> None:

@@ -33,7 +33,6 @@ import importlib
 import platform
 import re
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -55,11 +54,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from adm_unet import official as adm
 from adm_unet.model import build as build_adm
+from benchmarks.timing import TRACKED, LoopEMA, quartiles, resident, time_in_turns
 from edm2_mp_unet import official as edm2
 from edm2_mp_unet.model import Denoiser as EDM2
 from minimal_uvit import official as uvit
 from minimal_uvit.model import UViT
-from posthoc_ema.ema import PowerFunctionEMA, power_function_beta
+from posthoc_ema.ema import PowerFunctionEMA
 from shared.check import require
 from shared.diffusion import Denoiser, EDMPrecond, edm_loss
 from shared.run import Run, cli, find_device
@@ -68,7 +68,7 @@ from shared.samplers import guided, heun, sigma_steps
 Network = Literal["uvit", "adm", "edm2"]
 Size = Literal["digits", "small", "released"]
 Task = Literal["train", "evaluate", "sample"]
-TOLERANCE, GUIDANCE, SIGMAS, TRACKED = 2e-5, 1.5, sigma_steps(18), (0.05, 0.10)
+TOLERANCE, GUIDANCE, SIGMAS = 2e-5, 1.5, sigma_steps(18)
 PRODUCTS = r"mm$|addmm$|bmm$|baddbmm$|\w*convolution|\w*scaled_dot_product"  # operations, for `at most`
 POINTWISE = PRODUCTS + r"|silu|gelu|native_\w+_norm"
 
@@ -181,22 +181,6 @@ def make_denoiser(name: Network, net: Callable, ours: bool) -> Denoiser:
 # Steps ------------------------------------------------------------------------------------------------------
 
 
-class LoopEMA:
-    """The released way to track averages: each by itself, tensor by tensor."""
-
-    def __init__(self, net: nn.Module):
-        self.params, self.t = list(net.parameters()), 0
-        self.averages = {length: [p.detach().clone() for p in self.params] for length in TRACKED}
-
-    @torch.no_grad()
-    def update(self, t: float) -> None:
-        for sigma_rel, average in self.averages.items():
-            beta = float(power_function_beta(sigma_rel, t, t - self.t))
-            for p_ema, p in zip(average, self.params, strict=True):
-                p_ema.lerp_(p, 1 - beta)
-        self.t = t
-
-
 def make_step(
     options: Options, name: Network, task: Task, net: nn.Module, batch: tuple, ours: bool
 ) -> Callable[[], Tensor | None]:
@@ -247,24 +231,6 @@ def count_flops(name: Network, task: Task, config: dict, batch_size: int) -> int
     return counter.get_total_flops() * batch_size * calls
 
 
-def measure_seconds(step: Callable, device: torch.device) -> float:
-    if device.type != "cuda":
-        start = time.perf_counter()
-        step()
-        return time.perf_counter() - start
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    step()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / 1e3
-
-
-def resident(key: str) -> float:
-    """This process's resident memory in MB: `VmRSS` now, `VmHWM` at its peak (Linux)."""
-    return int(re.search(rf"{key}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1.024e-3
-
-
 def measure_memory(options: Options, name: Network, task: Task, config: dict, folder: Path | None) -> tuple:
     """Peak in MB of a step in a process of its own, and of it all but weights, two moments and two averages;
     with a folder, of the released network."""
@@ -308,20 +274,6 @@ def pair(options: Options, name: Network, config: dict, folder: Path | None, bat
     error = ((out - target).abs().max() / target.abs().max()).item()
     require(error <= TOLERANCE, f"our {name} and the one in {folder} disagree: by {error:.1e}")
     return [ours, theirs]
-
-
-def quartiles(values: np.ndarray) -> str:
-    low, middle, high = np.percentile(values, (25, 50, 75))
-    return f"{middle:.2f} ({low:.2f}..{high:.2f})"
-
-
-def time_in_turns(steps: list[Callable], pairs: int, device: torch.device) -> np.ndarray:
-    """Seconds (steps, pairs): each round takes all steps, every other round from the last to the first."""
-    seconds = np.empty((len(steps), pairs + 2))
-    for k in range(pairs + 2):  # two to compile and to warm up
-        for i in range(len(steps))[:: 1 - 2 * (k % 2)]:
-            seconds[i, k] = measure_seconds(steps[i], device)
-    return seconds[:, 2:]
 
 
 def profiled(step: Callable, device: torch.device) -> dict[str, float]:

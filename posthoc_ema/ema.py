@@ -22,6 +22,7 @@ copied, never averaged; a nearly singular Algorithm 3, which many lengths make, 
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -108,54 +109,75 @@ def solve_posthoc_coefficients(
 
 # Trackers ---------------------------------------------------------------------------------------------------
 
-LARGE = 1 << 15  # weights, from which on PyTorch updates a tensor with several threads
-
-
 # The decay of a power-function average, Eq. 127.
 def power_function_beta(sigma_rel: ArrayLike, t_next: float, t_delta: float) -> NDArray[np.float64]:
     """beta of an update at time t_next, t_delta after the last; the first, t_delta = t_next, has beta = 0."""
     return (1 - t_delta / t_next) ** (sigma_rel_to_gamma(sigma_rel) + 1)
 
 
+# One operation on all weights takes a fraction of the time that an operation on each tensor does.
+def flatten(params: Sequence[nn.Parameter]) -> Tensor:
+    """Makes parameters of one dtype and device views of one tensor (N,) and returns it; where they are that
+    already, it is the one that was. ValueError where two of them share memory."""
+    step = 64 // params[0].itemsize  # each begins at a multiple of 64 bytes, as tensors elsewhere do
+    *starts, N = accumulate((-(-p.numel() // step) * step for p in params), initial=0)
+    storage, begins = params[0].untyped_storage(), [p.data_ptr() for p in params if p.numel()]
+    together = all(p.untyped_storage().data_ptr() == storage.data_ptr() for p in params)
+    if together and [p.storage_offset() for p in params] == starts:
+        return params[0].detach().new_empty(0).set_(storage)
+    if len(set(begins)) < len(begins):
+        raise ValueError("two parameters share memory: to tie them, let them be one nn.Parameter")
+    flat = params[0].detach().new_zeros(N)
+    for p, start in zip(params, starts, strict=True):
+        stride = torch.empty_like(p, device="meta").stride()  # of its memory format
+        p.data = flat[start:].as_strided(p.shape, stride).copy_(p.detach())
+    return flat
+
+
 class _EMA:
-    """Averages of a network's parameters, one of each length. The kinds differ in their `betas`."""
+    """Averages of a network's parameters, one of each length. The kinds differ in their `betas`.
+    The network's weights stay the same, but lie together in memory from now on: see `flatten`."""
 
     def __init__(self, net: nn.Module, lengths: Sequence[float]):
         while hasattr(net, "_orig_mod") or isinstance(net, nn.parallel.DistributedDataParallel):
             net = net._orig_mod if hasattr(net, "_orig_mod") else net.module  # inside torch.compile and DDP
         self.net, self.lengths, self.t = net, tuple(lengths), 0
         self.params = list(net.parameters())
-        low = {p.dtype for p in self.params} - {torch.float32, torch.float64}
+        self.averages = [list(self.params) for _ in self.lengths]
+        self.gather()
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Lay out the weights of a dtype and device as one tensor (N,), and their averages beside, (M, N)."""
+        kinds = {}
+        for i, p in enumerate(self.params):
+            kinds.setdefault((p.dtype, p.device), []).append(i)
+        low = {dtype for dtype, _ in kinds} - {torch.float32, torch.float64}
         if low:
             raise ValueError(f"weights are {low.pop()}: averages need float32 master weights")
-        # The M averages of a parameter are one tensor, updated in one call. Those of a large one lie row
-        # beside row, so that each row of weights is read from memory once for all of them.
-        M, self.stacks, self.rests = len(self.lengths), [], []
-        large = [p.numel() >= LARGE and p.ndim > 1 and p[0].numel() >= 64 for p in self.params]
-        dims = [int(is_large) for is_large in large]  # where the M stand
-        self.large = [i for i, dim in enumerate(dims) if dim]
-        self.rest = {}  # 1 - beta; parameters alike share one tensor, so that the few stay in the cache
-        for p, dim in zip(self.params, dims, strict=True):
-            shape = *p.shape[:dim], M, *p.shape[dim:]
-            self.stacks.append(p.detach().unsqueeze(dim).expand(shape).clone())
-            ones = [1] * (p.ndim - dim)
-            kind = p.dtype, p.device, len(ones)
-            self.rests.append(self.rest.setdefault(kind, p.new_empty(M, *ones)))
-        parts = [stack.unbind(dim) for stack, dim in zip(self.stacks, dims, strict=True)]
-        self.averages = [[part[m] for part in parts] for m in range(M)]
+        self.parts = []
+        for group in kinds.values():
+            params = [self.params[i] for i in group]
+            flat = flatten(params)
+            stack = flat.new_zeros(len(self.lengths), len(flat))
+            for average, row in zip(self.averages, stack, strict=True):
+                for i, p in zip(group, params, strict=True):
+                    average[i] = row[p.storage_offset() :].as_strided(p.shape, p.stride()).copy_(average[i])
+            self.parts.append((params, [p.data_ptr() - flat.data_ptr() for p in params], flat, stack))
 
     @torch.no_grad()
     def update(self, t: float) -> None:
         """Take in the network's weights at time t, later than at the last update. ValueError otherwise."""
         if t <= self.t:
             raise ValueError(f"EMA update at time {t}, but the last was at {self.t}")
-        rest = 1 - torch.tensor(self.betas(t, t - self.t), dtype=torch.float64)
-        for own in self.rest.values():
-            own.copy_(rest.view(own.shape), non_blocking=True)
-        params = self.params.copy()
-        for i in self.large:
-            params[i] = params[i].unsqueeze(1)
-        torch._foreach_lerp_(self.stacks, params, self.rests)
+        for params, starts, flat, _ in self.parts:
+            first = flat.data_ptr()
+            if [p.data_ptr() - first for p in params] != starts:  # the network has moved: to a GPU, say
+                self.gather()
+                break
+        rest = 1 - torch.tensor(self.betas(t, t - self.t), dtype=torch.float64)[:, None]
+        for *_, flat, stack in self.parts:
+            stack.lerp_(flat, rest.to(flat, non_blocking=True))
         self.t = t
 
     def weights(self, length: float) -> dict[str, Tensor]:

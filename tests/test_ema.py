@@ -2,6 +2,7 @@
 
 import copy
 import io
+import pickle
 from functools import partial
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import nn
 from posthoc_ema.ema import (
     PowerFunctionEMA,
     TraditionalEMA,
+    flatten,
     gamma_to_sigma_rel,
     power_function_beta,
     power_function_inner,
@@ -292,6 +294,69 @@ def test_tensors_of_all_kinds_eq_127(shapes):
             assert error < (1e-12 if name == "double_weight" else 1e-6)
 
 
+def memory(tensors):
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+
+def test_weights_lie_together():
+    """In their order, values and formats kept, each aligned as if it were allocated; a second tracker moves
+    nothing, and training goes on with the parameters that the optimizer has."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 5, 3), nn.Conv2d(5, 1, 1), nn.Linear(4, 4, dtype=torch.float64))
+    net.register_parameter("scale", nn.Parameter(torch.tensor(2.0)))
+    net.register_parameter("nothing", nn.Parameter(torch.zeros(0, 3)))
+    net.to(memory_format=torch.channels_last)
+    params, before = list(net.parameters()), copy.deepcopy(net)
+    optimizer = torch.optim.SGD(params, 0.1)
+    emas = [PowerFunctionEMA(net, [0.05]), PowerFunctionEMA(net), TraditionalEMA(net, 100)]
+    assert len(memory(params)) == 2 and len(memory(emas[1].averages[0] + emas[1].averages[1])) == 2
+    places = [p.data_ptr() for p in params]
+    for t in (1, 2):
+        net[:2](torch.ones(1, 3, 4, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for ema in emas:
+            ema.update(t)
+    assert [p.data_ptr() for p in params] == places and not any(place % 64 for place in places)
+    assert [p.stride() for p in params] == [p.stride() for p in before.parameters()]
+    assert torch.equal(net[2].weight, before[2].weight) and torch.equal(net[2].bias, before[2].bias)
+    bias = before[1].bias.item() - 0.4 * np.arange(1, 3)  # of four pixels, each with a gradient of 1
+    assert net[1].bias.item() == pytest.approx(bias[-1], rel=1e-6)
+    for ema in emas[:2]:
+        average = ema.weights(0.05)["1.bias"].item()
+        assert average == pytest.approx(power_function_response(2, 0.05) @ bias, rel=1e-6)
+
+
+@pytest.mark.parametrize("move", [
+    lambda ema: ema.net.to(memory_format=torch.channels_last) and ema,
+    lambda ema: ema.net.double() and ema,
+    copy.deepcopy,
+    lambda ema: pickle.loads(pickle.dumps(ema)),
+])  # fmt: skip
+def test_a_network_that_moves_eq_127(move):
+    """In memory, or with its tracker into a copy: averages go on."""
+    net, path = nn.Conv2d(3, 4, 3), np.random.default_rng(3).standard_normal((6, 4, 3, 3, 3))
+    ema = PowerFunctionEMA(net)
+    for k, theta in enumerate(path):
+        ema = move(ema) if k in (2, 5) else ema
+        with torch.no_grad():
+            ema.net.weight.copy_(torch.as_tensor(theta))
+        ema.update(k + 1)
+        assert memory(ema.net.parameters()) == memory([ema.parts[0][2]])
+    for sigma_rel in ema.lengths:
+        expected = np.tensordot(power_function_response(6, sigma_rel), path, 1)
+        np.testing.assert_allclose(ema.weights(sigma_rel)["weight"], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_parameters_that_share_memory_are_refused():
+    net = Net()
+    net.tied.weight = nn.Parameter(net.first.weight.data)
+    with pytest.raises(ValueError, match="two parameters share memory"):
+        PowerFunctionEMA(net)
+    alone = net.first.weight  # already lies as it should
+    assert flatten([alone]).data_ptr() == alone.data_ptr()
+
+
 def test_time_only_rises():
     ema = PowerFunctionEMA(Net())
     for t in (0, -1):
@@ -359,7 +424,9 @@ def test_wrapped_networks(tmp_path):
         both = [torch.compile(parallel, backend="eager"), nn.parallel.DistributedDataParallel(compiled)]
         for wrapped in (compiled, parallel, *both):
             ema = PowerFunctionEMA(wrapped)
-            wrapped(torch.zeros(1, 3))
+            net.zero_grad()
+            wrapped(torch.ones(1, 3)).sum().backward()
+            assert (net.first.weight.grad == 2).all()  # of a tied weight
             ema.update(1)
             assert ema.net is net and list(ema.weights(0.05)) == list(net.state_dict())
     finally:
